@@ -29,12 +29,14 @@ import torch
 from bench.step import machine_facts, say, span, timed
 from csd_optim import CSDAdam, bindings
 from csd_optim.accelerator import accelerator_type
-from csd_optim.compression.selection import TopK
-from csd_optim.step.sparse import ROWS, SparsePiece
+from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_selection import KernelSelection
+from csd_optim.compression.selection import HostSelection, Part, Tiles, TopK
 
 Row = dict[str, Any]
 TILE = 1 << 20  # elements
 TENSOR = 1 << 26
+SELECTED = 8  # tiles whose selection is timed
 WARM_UP = 2
 
 
@@ -127,22 +129,29 @@ def link_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
 
 
 def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
-    n, rows = ROWS * arguments.tile, []
+    tile, rows, library = arguments.tile, [], kernels_for(device)
+    n = SELECTED * tile
+
+    def select(tiles: Tiles) -> None:
+        selection = HostSelection(tiles) if library is None else KernelSelection(library, tiles)
+        selection.feed_back()
+
     for dtype in (torch.float32, torch.bfloat16):
         grad = torch.randn(n, device=device).to(dtype)
         residual, copy = torch.zeros(n, dtype=torch.bfloat16, device=device), torch.empty_like(grad)
-        piece = SparsePiece(TopK(0.01, torch.bfloat16, residual, 1.0, 1), grad, residual, 0, ROWS)
-        k = bindings.topk_count(0.01, arguments.tile)
+        topk, k = TopK(0.01, torch.bfloat16, None, 1.0, 1), bindings.topk_count(0.01, tile)
+        parts = zip(grad.split(tile), residual.split(tile), range(0, n, tile), strict=True)
+        tiles = {first // tile: (tile, [Part(topk, g, r, first, 0)]) for g, r, first in parts}
         ours, copies, torchs = by_turns(
             arguments.runs,
-            lambda p=piece: (p.select(), p.feed_back()),
+            lambda t=tiles: select(t),
             lambda g=grad, c=copy: c.copy_(g),
-            lambda g=grad, n=k: g.view(ROWS, -1).abs().topk(n, dim=-1),
+            lambda g=grad, n=k: g.view(SELECTED, -1).abs().topk(n, dim=-1),
         )
         rows.append(
             {
                 "part": "selection",
-                "what": f"selection and feedback, {dtype}".replace("torch.", ""),
+                "what": f"selection and feedback, {dtype}".replace("torch.", "") + ("" if library else ", on the host"),
                 "unit": "G elements/s",
                 "rates": [n / s for s in ours],
                 "ratio_to": {

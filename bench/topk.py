@@ -23,13 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.step import machine_facts, say, span, timed
 from csd_optim import bindings
 from csd_optim.cli import benchmark
 from csd_optim.cli.benchmark import DTYPES, WARM_UP
-from csd_optim.compression import selection as compression
+from csd_optim.compression.selection import Part, TopK, table_of
 from csd_optim.devices.spec import parse_devices
 from csd_optim.devices.units import parse_rate
 
@@ -61,16 +62,13 @@ def main() -> None:
 def verify(directory: Path) -> None:
     """Compare the selection with a stable sort, and Top-K steps on a file with those in memory."""
     torch.manual_seed(0)
-    grad = torch.randn(300_007).bfloat16()  # with many ties
-    k = bindings.topk_count(0.01, len(grad))
+    grad = torch.randn(bindings.ELEMS_PER_BLOCK).bfloat16()  # with many ties
+    part = part_of(grad, torch.bfloat16, None)
+    k = int(part["k"][0])
     expected = grad.view(torch.int16).bitwise_and(0x7FFF).sort(descending=True, stable=True).indices[:k].sort().values
-    chosen = {
-        "the engine": bindings.topk_select(grad, k, torch.bfloat16)[0].long(),
-        "compression.select": compression.select(grad, k).nonzero().squeeze(1),
-    }
-    for name, indices in chosen.items():
-        if not torch.equal(indices, expected):
-            raise SystemExit(f"{name} does not select what a sort does: nothing is timed")
+    entries = bindings.topk_entries(part, len(grad))
+    if not torch.equal(entries[1 : k + 1].bitwise_and(0xFFFF), expected.int()):
+        raise SystemExit("the engine does not select what a sort does: nothing is timed")
     states = []
     for device in (f"file:{directory}?scratch=1", "ram:"):
         torch.manual_seed(1)
@@ -80,7 +78,12 @@ def verify(directory: Path) -> None:
             states.append([t.clone() for p in opt.param_groups[0]["params"] for t in (p, *opt.state[p].values())])
     if not all(map(torch.equal, *states)):
         raise SystemExit("a file and memory differ: nothing is timed")
-    say(f"verified: {', '.join(chosen)} select what a stable sort does; a file and memory agree bit for bit")
+    say("verified: the engine selects what a stable sort does; a file and memory agree bit for bit")
+
+
+def part_of(grad: torch.Tensor, dtype: torch.dtype, residual: torch.Tensor | None) -> np.ndarray[Any, Any]:
+    """Return a gradient of which 1 % is sent, as the engine's functions take it."""
+    return table_of([Part(TopK(0.01, dtype, None, 1.0, 1), grad, residual, 0, 0)])
 
 
 # ------------------------------------------------------------------------------------------------------ parts
@@ -109,14 +112,14 @@ def selection_rows(arguments: argparse.Namespace) -> list[Row]:
             grad = torch.randn(TILE).to(dtype)
             residual = torch.randn(TILE).bfloat16() if feedback else None
             entry = torch.bfloat16 if dtype is torch.float32 else dtype
-            k = bindings.topk_count(0.01, TILE)
+            part, k = part_of(grad, entry, residual), bindings.topk_count(0.01, TILE)
             copy = torch.empty_like(grad)
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
                 turns = by_turns(
                     arguments.runs,
-                    lambda g=grad, r=residual, d=entry, n=k: bindings.topk_select(g, n, d, r, 1.0),
+                    lambda p=part: bindings.topk_entries(p, TILE),
                     lambda g=grad, c=copy: c.copy_(g),
                     lambda g=grad, n=k: g.abs().topk(n),
                 )

@@ -33,6 +33,7 @@ DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfl
 IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
 MIN_GRAIN: int = lib.CSD_MIN_GRAIN
+ELEMS_PER_BLOCK, ENTRY_LANES = 1 << 16, 16  # of Top-K's entries: kBlockElems, kLanes of native/include/csd_kernel.h
 # The numbers of rules by name. PASS_RULES are for one of two passes over a tile; the second pass is named by the tile's
 # index with PASS_2.
 RULES, PASS_RULES = (
@@ -64,6 +65,12 @@ PARAM = np.dtype(
     ]
 )
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
+TOPK_PART = np.dtype(
+    [
+        *(("grad", "u8"), ("residual", "u8"), ("n", "u8"), ("k", "u8"), ("tile_first", "u8")),
+        *(("grad_dtype", "u4"), ("dtype", "u4"), ("scale", "f4"), ("seed", "u4")),
+    ]
+)
 CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT, "root": lib.CSD_ROOT, "linear": lib.CSD_LINEAR}
 EVENT_KINDS = ("read", "update", "write")
 CHANGE = np.dtype([("param", "u4"), ("count", "u4"), ("first", "u8"), ("elems", "u8"), ("at", "u8")])
@@ -77,6 +84,7 @@ for _dtype, _struct in (
     (PIECE, "csd_piece"),
     (PARAM, "csd_param"),
     (HYPER, "csd_hyper"),
+    (TOPK_PART, "csd_topk_part"),
     (TILE_STATE, "csd_tile_state"),
     (EVENT, "csd_event"),
     (CHANGE, "csd_change"),
@@ -741,31 +749,29 @@ def topk_count(ratio: float, n: int) -> int:
     return int(lib.csd_topk_count(ratio, n))
 
 
-def topk_select(
-    grad: torch.Tensor, k: int, dtype: torch.dtype, residual: torch.Tensor | None = None, scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the engine's Top-K selection alone, on the calling thread.
+def topk_entries(parts: np.ndarray[Any, Any], elems: int) -> torch.Tensor:
+    """Select the Top-K gradients of a tile of `elems` elements, on the calling thread.
 
-    Returns up to k indices (int32, ascending) and values (`dtype`, 16 bits).
-
-    `grad`: contiguous, 1-D, on the CPU; `residual`: bfloat16 of the same length, in units of `scale` * gradient.
+    Returns the tile's entries, int32, with the number of their words at the end. `parts`: dtype TOPK_PART, in the order
+    of the tile; addresses are of host memory.
     """
-    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k, dtype=dtype)
-    selected = ffi.new("uint64_t *")
-    _call(
-        lib.csd_topk_select,
-        ffi.cast("void *", grad.data_ptr()),
-        DTYPE_CODES[grad.dtype],
-        grad.numel(),
-        ffi.NULL if residual is None else ffi.cast("uint16_t *", residual.data_ptr()),
-        scale,
-        DTYPE_CODES[dtype],
-        k,
-        ffi.cast("uint32_t *", indices.data_ptr()),
-        ffi.cast("uint16_t *", values.data_ptr()),
-        selected,
-    )
-    return indices[: selected[0]], values[: selected[0]]
+    assert parts.dtype == TOPK_PART
+    room = int(parts["k"].sum()) + ENTRY_LANES * -(-elems // ELEMS_PER_BLOCK)
+    words, used = torch.empty(room + 1, dtype=torch.int32, device="cpu"), ffi.new("uint64_t *")
+    array = ffi.from_buffer("csd_topk_part[]", parts)
+    _call(lib.csd_topk_entries, array, len(parts), elems, ffi.cast("uint32_t *", words.data_ptr()), used)
+    words[used[0]] = used[0]
+    return words[: used[0] + 1]
+
+
+def topk_feed_back(parts: np.ndarray[Any, Any], row: torch.Tensor) -> None:
+    """Update the residuals of `parts`, in host memory, with what their tile does not send.
+
+    `row`: as topk_entries() returned it.
+    """
+    assert parts.dtype == TOPK_PART
+    words = ffi.cast("const uint32_t *", row.data_ptr())
+    _call(lib.csd_topk_feed_back, ffi.from_buffer("csd_topk_part[]", parts), len(parts), words, int(row[-1]))
 
 
 def isas() -> list[str]:

@@ -6,8 +6,8 @@ feedback, the unsent rest is *owed*: it is kept as the residual, in bfloat16, an
 residual is in the units of the update, after loss scale and clipping, so that both may change from step to step. It is
 rounded stochastically, so that small gradients add up, too, and changes only when a step is complete.
 
-The engine selects from gradients in host memory (native/src/topk.h), selection.py from all other gradients, by the same
-definitions and to the same bits.
+The engine selects from gradients in host memory (native/src/topk.h), the step from all others (selection.py), by the
+same definitions and to the same bits.
 """
 
 from __future__ import annotations

@@ -1,44 +1,27 @@
 """Top-K: from every part of a gradient, only the elements of largest magnitude are sent, as index and value.
 
-A *part* is one parameter's elements in one tile; a tile has about a million elements at most. This is the torch half:
-it selects on the gradient's own device, an accelerator or the CPU, and only the selected elements leave that device.
-The engine selects from gradients that it can read in place; both give the same bits.
+A *part* is one parameter's elements in one tile; a tile has about a million elements at most. The engine selects from
+gradients in host memory that it can read in place. From all others the step selects, and pushes the entries:
 
-    values = rounded(grad, residual, scale, dtype)    gradient plus residual, in the 16 bits in which it is sent
-    sent = select(values, topk_count(ratio, n))       which of the values are the largest
-    lists = [listed(values, sent, k, tile_first, tile_elems)]
-    entries = pack(lists, rows, tile_elems)
-    feed_back(grad, residual, scale, values, sent, first, step)    when the step is complete
+    selection = HostSelection(tiles)               on the host, by the engine's functions
+    selection = KernelSelection(library, tiles)    on the accelerator that has the gradients: see kernel_selection.py
+    selection.rows                                 the entries of each tile
+    selection.feed_back()                          when the step is complete
 
-Several tiles may be processed at once, as the rows of a matrix. The host never waits for an accelerator in between, if
-that has nonzero_static(): the number of entries is itself part of the packed data.
-
-*Error feedback*: the unsent elements, and the rounding error of those sent, stay in the *residual* (bf16, one value per
-element) and are added to the next step's gradient, so that gradients are delayed but not lost. The residual is in the
-units after the scale (1/loss scale, clipping, -1 to maximize) that the device applies, so the loss scale may change. It
-is rounded stochastically: otherwise small gradients would be rounded away each time they are added to a large residual.
-
-The entries' format is that of native/include/csd_kernel.h. All arithmetic is fp32, and each operation is a separate one
-of torch's, so that no compiler fuses two and rounds only once.
-
-Temporary memory, per element of a part: 11 bytes in rounded() and select(), 20 in feed_back(). Per element that is
-sent: 80 in listed() and pack().
+All give the same bits, except those of nan. The rules are in native/src/topk.h.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-# See native/include/csd_kernel.h.
-BLOCK_BITS = 16  # a block is 2**16 elements of a tile; an entry has an index into its block
-WORD_ENTRIES = 16  # a block is padded to whole words
-
-CLEAR_SIGN = (1 << 63) - 1  # clears the sign bit: makes the filler -1, also with offsets added, an index past all tiles
+from ..accelerator import on
+from ..bindings import DTYPE_CODES, TOPK_PART, topk_count, topk_entries, topk_feed_back
 
 
 @dataclass
@@ -52,139 +35,6 @@ class TopK:
     step: int  # the parameter's step, from 1
 
 
-def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return gradient plus residual as they would be sent: new, 1-D, `dtype` (float16 or bfloat16), on their device.
-
-    `grad`: 1-D, float32, float16 or bfloat16. `residual`: 1-D bfloat16 of the same length, or None. Rounded to nearest
-    even; finite values stay finite (they saturate at the largest one), inf stays inf, and all nans become the same one.
-    """
-    exact = _with_residual(grad, residual, scale)
-    values = exact.to(dtype)
-    return torch.where(exact.isinf(), values, values.nan_to_num(nan=math.nan))
-
-
-def select(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the mask (bool) of the `k` nonzero values of largest magnitude in each row.
-
-    `values`: 16 bits, any shape; rows lie along the last dimension. Inf and nan are the largest. Ties go to the first,
-    so the answer is unique. The host does not wait for an accelerator here.
-    """
-    magnitudes = values.view(torch.int16) & 0x7FFF  # integers in the order of the absolute values
-    if k >= values.shape[-1]:
-        return magnitudes != 0
-    least = torch.topk(magnitudes, k, dim=-1, sorted=False).values.amin(-1, keepdim=True).clamp_(min=1)
-    above, equal = magnitudes > least, magnitudes == least
-    equal &= equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)
-    return above.logical_or_(equal)
-
-
-def listed(
-    values: torch.Tensor, sent: torch.Tensor, k: int, tile_first: int, tile_elems: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the selected elements of a parameter's parts in some tiles: indices (int64, ascending) and values (int16).
-
-    `values`, `sent`: as in select(), of shape (rows, elements), one row per tile. `tile_first`: where the part begins
-    in its tile. Indices count over all rows; each row begins at a multiple of whole blocks. Both lists have `k`
-    elements per row, whatever the values are, so that the host need not wait for their number: if fewer are selected,
-    fillers come last, with indices past all tiles.
-    """
-    row, column = _nonzero(sent, k * len(values)).unbind(1)
-    elements = torch.add(column, row, alpha=_blocks(tile_elems) << BLOCK_BITS)
-    if tile_first:
-        elements += tile_first
-    return elements.bitwise_and_(CLEAR_SIGN), values.view(torch.int16)[row, column]  # index -1 reads the last value
-
-
-def _nonzero(sent: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the indices of the true elements, as `size` rows; if fewer are true, the last rows are -1."""
-    try:
-        return sent.nonzero_static(size=size, fill_value=-1)
-    except NotImplementedError:  # this accelerator has no nonzero_static(): the host waits for the number of elements
-        found = sent.nonzero()
-        return torch.cat([found, found.new_full((size - len(found), sent.dim()), -1)])
-
-
-def pack(lists: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, tile_elems: int) -> torch.Tensor:
-    """Pack the entries of some tiles in the format in which they are sent, one row per tile: 2-D int32 (uint32 bits).
-
-    `lists`: one result of listed() for each part of these tiles, on the device that is to do the work. All rows have
-    the length of the longest possible one; the last element of a row is the number of its words that are used.
-    """
-    elements, values = lists[0]
-    if len(lists) > 1:
-        elements, order = torch.cat([e for e, _ in lists]).sort()
-        values = torch.cat([v for _, v in lists])[order]
-    blocks, device = rows * _blocks(tile_elems), elements.device
-    length = len(elements) // rows + WORD_ENTRIES * _blocks(tile_elems) + 1
-    edges = torch.arange(0, blocks + 1 << BLOCK_BITS, 1 << BLOCK_BITS, device=device)
-    # Position of the first entry of each block, and the end of the last block.
-    firsts = torch.searchsorted(elements, edges, out_int32=True)
-    counts = firsts.diff()
-    sizes = (counts + WORD_ENTRIES).bitwise_and_(-WORD_ENTRIES)  # one word for the count, then the entries, padded
-    ends = sizes.view(rows, -1).cumsum(1, dtype=torch.int32)
-    starts = ends - sizes.view(rows, -1)
-    starts += torch.arange(0, rows * length, length, dtype=torch.int32, device=device)[:, None]
-    starts = starts.view(-1)
-    # Fillers, whose indices are past all tiles, go behind all rows, and are cut off below.
-    packed = torch.zeros(rows * length + len(elements), dtype=torch.int32, device=device)
-    packed[starts] = counts
-    shifts = torch.cat([starts - firsts[:-1], rows * length - 1 - firsts[-1:]])
-    positions = shifts[(elements >> BLOCK_BITS).clamp_(max=blocks)]
-    positions += torch.arange(1, len(elements) + 1, dtype=torch.int32, device=device)
-    packed[positions] = (elements & (1 << BLOCK_BITS) - 1).int().bitwise_or_(values.int() << 16)
-    packed = packed[: rows * length].view(rows, length)
-    packed[:, -1] = ends[:, -1]
-    return packed
-
-
-def _blocks(tile_elems: int) -> int:
-    return -(-tile_elems >> BLOCK_BITS)
-
-
-def feed_back(
-    grad: torch.Tensor,
-    residual: torch.Tensor,
-    scale: float,
-    values: torch.Tensor,
-    sent: torch.Tensor,
-    first: int,
-    step: int,
-) -> None:
-    """Update `residual` in place: gradient plus residual, minus the sent elements of `values`.
-
-    `grad`, `residual`, `scale`: as passed to rounded(). `values`: its result. `sent`: the result of select().
-    `first`: where the part begins in its parameter. `step`: the parameter's step, from 1. If the scale has no inverse,
-    this is a no-op, because rounded() ignores the residual then, too.
-    """
-    if not inverse_of(scale):
-        return
-    unsent = _with_residual(grad, residual, scale)
-    unsent -= torch.where(sent, values, torch.zeros((), dtype=values.dtype, device="cpu"))
-    unsent *= scale
-    is_nan = unsent.isnan()
-    # Stochastic rounding: bf16 is the upper half of fp32. Adding 16 random bits carries into it with a probability that
-    # is the lower half's share of bf16's last place.
-    bits = unsent.view(torch.int32)
-    bits += _random_bits(len(grad), first, step, grad.device)
-    residual.view(torch.int16).copy_(bits >> 16)
-    residual.masked_fill_(is_nan, math.nan)
-
-
-def _random_bits(n: int, first: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return 16 random bits for each element of a part, int32: a hash of element and step, Wellons' "lowbias32"."""
-    hashed = torch.arange(n, dtype=torch.int32, device=device)
-    hashed += _int32(first + step * 0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        hashed ^= (hashed >> shift) & (1 << 32 - shift) - 1  # a logical shift: >> on int32 repeats the sign bit
-        hashed *= _int32(factor)
-    return (hashed ^ hashed >> 16) & 0xFFFF
-
-
-def _int32(bits: int) -> int:
-    """Return the signed 32-bit integer whose bits are the lower 32 of `bits`."""
-    return (bits + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
 def inverse_of(scale: float) -> float:
     """Return 1 / scale in fp32; 0 if `scale` or its inverse is not a finite nonzero number."""
     if scale == 1.0:  # the usual one, without NumPy's switch of the mode, which takes microseconds
@@ -194,9 +44,77 @@ def inverse_of(scale: float) -> float:
     return float(inverse) if np.isfinite(inverse) else 0.0
 
 
-def _with_residual(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Return gradient plus residual, in fp32 and the gradient's units; the gradient itself if there is no residual."""
-    inverse = inverse_of(scale)
-    if residual is None or not inverse:
-        return grad
-    return residual.float().mul_(inverse).add_(grad)
+@dataclass
+class Part:
+    """One parameter's elements in one tile. The tensors are 1-D, contiguous and on one device."""
+
+    topk: TopK
+    grad: torch.Tensor
+    residual: torch.Tensor | None
+    first: int  # in the parameter
+    tile_first: int
+    stream: Any = None  # that uses the tensors, if they are on an accelerator
+
+    @property
+    def updates_residual(self) -> bool:
+        return self.residual is not None and self.topk.ratio < 1
+
+    def on_host(self) -> Part:
+        """Return the part in host memory: itself, or a copy."""
+        with on(self.stream):
+            residual = None if self.residual is None else self.residual.cpu()
+            return replace(self, grad=self.grad.cpu(), residual=residual)
+
+    def put_residual(self, residual: torch.Tensor) -> None:
+        """Set the residual. No copy is made if it is the same tensor."""
+        assert self.residual is not None
+        if residual is not self.residual:
+            with on(self.stream):
+                self.residual.copy_(residual)
+
+
+Tiles = dict[int, tuple[int, list[Part]]]  # by tile: the number of its elements, and its parts in order
+
+
+def table_of(parts: Sequence[Part]) -> np.ndarray[Any, Any]:
+    """Return parts as the engine and the kernels take them, dtype TOPK_PART."""
+    rows = [
+        (
+            part.grad.data_ptr(),
+            0 if part.residual is None else part.residual.data_ptr(),
+            len(part.grad),
+            topk_count(part.topk.ratio, len(part.grad)),
+            part.tile_first,
+            DTYPE_CODES[part.grad.dtype],
+            DTYPE_CODES[part.topk.dtype],
+            part.topk.scale,
+            (part.first + part.topk.step * 0x9E3779B9) % (1 << 32),  # as the engine does: see native/src/topk.cpp
+        )
+        for part in parts
+    ]
+    return np.array(rows, TOPK_PART)
+
+
+class HostSelection:
+    """The entries of some tiles, selected on the calling thread. Gradients on an accelerator are copied to the host.
+
+    `rows`: by tile its entries, with their number at the end.
+    """
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+        self._to_feed_back: list[tuple[list[Part], torch.Tensor]] = []
+        for tile, (elems, parts) in tiles.items():
+            on_host = [part.on_host() for part in parts]
+            self.rows[tile] = row = topk_entries(table_of(on_host), elems)
+            if owing := [part for part in parts if part.updates_residual]:
+                self._to_feed_back.append((owing, row))
+
+    def feed_back(self) -> None:
+        """Add what the step did not send to the residuals. Copies gradients once more, as keeping them takes memory."""
+        for parts, row in self._to_feed_back:
+            on_host = [part.on_host() for part in parts]
+            topk_feed_back(table_of(on_host), row)
+            for part, copy in zip(parts, on_host, strict=True):
+                assert copy.residual is not None
+                part.put_residual(copy.residual)

@@ -22,6 +22,7 @@ import torch
 
 from ..accelerator import has_completed, is_on_accelerator, on, pause, record_event, wait_for
 from ..bindings import Push, threads_used
+from ..compression.kernel_check import kernels_for
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .sparse import SparseTiles
@@ -123,6 +124,8 @@ class StagingRing:
         for device in self._accelerators:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
+        for device in {s.grad.device for s in sources.values() if s.topk}:
+            kernels_for(device)  # compiled and checked here, where nothing has changed yet
         for device in self._accelerators:  # wait until gradients are ready, and the old parameters were read
             self.wait_for_current(device)
 
@@ -145,9 +148,10 @@ class StagingRing:
         staged = StagedTiles(self, engine, on_pulled=on_pulled, idle_work=idle_work)
         try:
             staged.adopt_pushed(early_buffers, sources)
-            for tile in tiles:
-                if tile not in staged.early_buffers:
-                    staged.add(tile, sources)
+            left = [tile for tile in tiles if tile not in staged.early_buffers]
+            self._sparse.begin(left)
+            for tile in left:
+                staged.add(tile, sources)
             while staged.advance(wait=True):
                 pass
         finally:
@@ -235,12 +239,11 @@ class StagingRing:
 
     def feed_back(self) -> None:
         """Add what the step did not send to the residuals, once the step is complete."""
-        to_host = {device: streams[0] for device, streams in self._streams.items()}
         try:
-            self._sparse.feed_back(to_host)
+            self._sparse.feed_back()
         finally:
             self.forget()
-            _join(to_host)
+            _join({device: streams[0] for device, streams in self._streams.items()})
 
     def forget(self) -> None:
         """Forget the selections of a step that is undone or over. The residuals do not change."""

@@ -716,12 +716,29 @@ uint64_t csd_small_step_used(void);
  * n is 0. */
 uint64_t csd_topk_count(double ratio, uint64_t n);
 
-/* Selects the Top-K gradients of one piece of `n` elements, on the calling thread. Fills `indices` (ascending) and
- * `values` (16 bits, of `dtype`) of up to `k` elements, and sets `*selected` to their number. `residual` may be NULL;
- * `scale`: c[CSD_GRAD_SCALE]. */
-int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint16_t *residual, float scale,
-                    int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
-                    csd_error *error);
+/* One parameter's elements in one tile, of which Top-K sends up to `k`. */
+typedef struct csd_topk_part {
+  const void *grad;    /* its first gradient */
+  uint16_t *residual;  /* its first residual, bf16; NULL: no error feedback */
+  uint64_t n;          /* number of elements, less than 2^32 */
+  uint64_t k;          /* from 1 to `n` */
+  uint64_t tile_first; /* index of its first element in the tile */
+  uint32_t grad_dtype;
+  uint32_t dtype; /* CSD_F16 or CSD_BF16: dtype of the gradients that are sent */
+  float scale;    /* c[CSD_GRAD_SCALE] */
+  uint32_t seed;  /* for the stochastic rounding of residuals, of the first element; the next ones have seed + 1, ... */
+} csd_topk_part;
+
+/* Selects the Top-K gradients of a tile of `elems` elements, on the calling thread, as csd_engine_push takes them.
+ * `parts` are in the order of the tile. `words` has room for the `k` of all parts together and 16 words per block of the
+ * tile (csd_kernel.h); sets `*n_words` to the number of words used. */
+int csd_topk_entries(const csd_topk_part *parts, uint32_t n_parts, uint64_t elems, uint32_t *words, uint64_t *n_words,
+                     csd_error *error);
+
+/* Updates the residuals of these parts of a tile with what its entries do not send. The gradients must be the same as
+ * when these entries were selected. */
+int csd_topk_feed_back(const csd_topk_part *parts, uint32_t n_parts, const uint32_t *words, uint64_t n_words,
+                       csd_error *error);
 
 /* Returns the CRC-32C (Castagnoli) of `bytes` bytes, continuing from `crc` (0 to begin). */
 uint32_t csd_crc32c(uint32_t crc, const void *data, uint64_t bytes);

@@ -71,6 +71,18 @@ csd::Codes codes_of(int32_t isa, uint32_t codec, int32_t param_dtype, uint32_t s
   return csd::codes_at(layout, at, 0);
 }
 
+void check_parts(const csd_topk_part *parts, uint32_t n_parts, uint64_t elems) {
+  uint64_t next = 0;
+  for (const csd_topk_part *p = parts; p != parts + n_parts; p++) {
+    if (p->grad_dtype > CSD_BF16 || (p->dtype != CSD_F16 && p->dtype != CSD_BF16) || p->k == 0 || p->k > p->n ||
+        p->n > UINT32_MAX)
+      throw csd::Failure{CSD_EINVAL, "no such dtype, or more elements to select than there are"};
+    if (p->tile_first < next) throw csd::Failure{CSD_EINVAL, "the parts are not in the order of their tile"};
+    next = p->tile_first + p->n;
+  }
+  if (next == 0 || next > elems) throw csd::Failure{CSD_EINVAL, "there are no parts, or some are beyond their tile"};
+}
+
 static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(csd::best_isa()) &&
                   noexcept(csd::topk_count(0, 0)) && noexcept(csd::crc32c(0, nullptr, 0)) &&
                   noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
@@ -339,19 +351,23 @@ uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n) {
 
 uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }
 
-int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint16_t *residual, float scale,
-                    int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
-                    csd_error *error) {
+int csd_topk_entries(const csd_topk_part *parts, uint32_t n_parts, uint64_t elems, uint32_t *words, uint64_t *n_words,
+                     csd_error *error) {
   return guarded(error, [&] {
-    if (grad_dtype < CSD_F32 || grad_dtype > CSD_BF16 || (dtype != CSD_F16 && dtype != CSD_BF16) || k > n ||
-        n > UINT32_MAX)
-      throw csd::Failure{CSD_EINVAL, "no such dtype, or more elements to select than there are"};
-    thread_local csd::Scratch scratch;
-    const uint16_t *from;
-    const csd::Part part{grad, static_cast<uint32_t>(grad_dtype), const_cast<uint16_t *>(residual), scale,
-                         static_cast<uint32_t>(dtype)};
-    *selected = k ? csd::select(part, n, k, scratch, &from) : 0;
-    for (uint64_t i = 0; i < *selected; i++) indices[i] = scratch.indices[i], values[i] = from[indices[i]];
+    check_parts(parts, n_parts, elems);
+    thread_local std::vector<uint32_t> entries;
+    csd::select_entries(parts, n_parts, elems, entries);
+    *n_words = entries.size();
+    std::copy(entries.begin(), entries.end(), words);
+  });
+}
+
+int csd_topk_feed_back(const csd_topk_part *parts, uint32_t n_parts, const uint32_t *words, uint64_t n_words,
+                       csd_error *error) {
+  return guarded(error, [&] {
+    check_parts(parts, n_parts, UINT64_MAX);
+    csd::Entries entries(words, n_words);
+    for (uint32_t i = 0; i < n_parts; i++) csd::feed_back(parts[i], entries);
   });
 }
 

@@ -3,8 +3,7 @@
 //
 // In updates, subnormal operands and results count as zero. FPGAs compute this way, and a decaying moment would
 // otherwise make an update ten times slower: 0.9 * m, rounded, stays at a few units of the smallest subnormal forever.
-// Top-K keeps subnormals: the other half of Top-K runs in torch (compression/selection.py), which keeps them on CUDA,
-// and nothing decays there.
+// Top-K keeps subnormals, because nothing decays there. So do its kernels for GPUs (native/gpu/topk.h).
 #pragma once
 #include <cstdint>
 

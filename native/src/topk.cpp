@@ -29,11 +29,18 @@ Part part_of(const csd_piece &piece, const Tile &tile, const Work &work) {
   uint16_t *const residual = p.residual ? static_cast<uint16_t *>(p.residual) + piece.param_first : nullptr;
   const uint32_t seed =
       static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
-  return {grad_at(piece, tile, work, 0),          p.grad_dtype, residual,
-          work.hypers[p.hyper].c[CSD_GRAD_SCALE], p.topk_dtype, seed};
+  return {grad_at(piece, tile, work, 0),
+          residual,
+          piece.elems,
+          topk_count(p.topk, piece.elems),
+          piece.tile_first,
+          p.grad_dtype,
+          p.topk_dtype,
+          work.hypers[p.hyper].c[CSD_GRAD_SCALE],
+          seed};
 }
 
-uint64_t blocks_of(const Tile &tile) { return (tile.elems + kBlockElems - 1) / kBlockElems; }
+uint64_t blocks_of(uint64_t elems) { return (elems + kBlockElems - 1) / kBlockElems; }
 
 // Lays out entries, which must be added in ascending order of elements.
 class Packer {
@@ -62,21 +69,11 @@ class Packer {
   uint64_t block_ = 0, head_ = 0;
 };
 
-void select_entries(const Tile &tile, Work &work) {
-  thread_local Scratch scratch;
-  uint64_t most = kLanes * blocks_of(tile);  // for counts and padding
+void select_for(const Tile &tile, Work &work) {
+  std::vector<Part> parts;
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
-    if (is_sparse(work.params[p->param])) most += topk_count(work.params[p->param].topk, p->elems);
-  work.selected.reserve(most);
-  Packer packer(work.selected);
-  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
-    const csd_param &param = work.params[p->param];
-    if (!is_sparse(param)) continue;
-    const uint16_t *values;
-    const uint64_t n = select(part_of(*p, tile, work), p->elems, topk_count(param.topk, p->elems), scratch, &values);
-    for (uint64_t i = 0; i < n; i++) packer.add(p->tile_first + scratch.indices[i], values[scratch.indices[i]]);
-  }
-  packer.end(blocks_of(tile));
+    if (is_sparse(work.params[p->param])) parts.push_back(part_of(*p, tile, work));
+  csd::select_entries(parts.data(), parts.size(), tile.elems, work.selected);
   work.entries = work.selected.data();
   work.n_entries = work.selected.size();
 }
@@ -89,7 +86,7 @@ void select_entries(const Tile &tile, Work &work) {
 void check_entries(const Tile &tile, const Work &work) {
   const uint32_t *at = work.entries, *const end = at + work.n_entries;
   const csd_piece *piece = tile.pieces, *const last_piece = piece + tile.n_pieces;
-  for (uint64_t block = 0; block < blocks_of(tile); block++) {
+  for (uint64_t block = 0; block < blocks_of(tile.elems); block++) {
     const uint64_t first = block * kBlockElems, elems = std::min<uint64_t>(kBlockElems, tile.elems - first),
                    left = static_cast<uint64_t>(end - at);
     const uint64_t words =
@@ -106,7 +103,7 @@ void check_entries(const Tile &tile, const Work &work) {
     }
     at += words;
   }
-  if (at != end) throw_malformed(tile, blocks_of(tile) - 1, "the last one, there are more words than entries");
+  if (at != end) throw_malformed(tile, blocks_of(tile.elems) - 1, "the last one, there are more words than entries");
 }
 
 }  // namespace
@@ -130,11 +127,12 @@ uint16_t magnitude(uint16_t value, uint32_t dtype) {
 // Usually makes a single pass over the values: a sample gives a magnitude that slightly more than k values probably
 // reach. These are collected, and the k largest of them are the k largest of all. If the sample was misleading and
 // fewer than k are found, all nonzero values are collected.
-uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, const uint16_t **values_out) {
+uint64_t select(const Part &part, Scratch &scratch, const uint16_t **values_out) {
   const FloatMode mode(Subnormals::kept);
+  const uint64_t n = part.n, k = part.k;
   const auto *values = static_cast<const uint16_t *>(part.grad);
-  if (part.uses_residual() || part.grad_dtype != part.dtype) {
-    round_part(part, n, ensure_size(scratch.values, n));
+  if (uses_residual(part) || part.grad_dtype != part.dtype) {
+    round_part(part, ensure_size(scratch.values, n));
     values = scratch.values.data();
   }
   *values_out = values;
@@ -168,29 +166,44 @@ uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, cons
   return chosen;
 }
 
+void select_entries(const Part *parts, uint64_t n_parts, uint64_t elems, std::vector<uint32_t> &entries) {
+  thread_local Scratch scratch;
+  uint64_t most = kLanes * blocks_of(elems);  // for counts and padding
+  for (const Part *part = parts; part != parts + n_parts; part++) most += part->k;
+  entries.reserve(most);
+  Packer packer(entries);
+  for (const Part *part = parts; part != parts + n_parts; part++) {
+    const uint16_t *values;
+    const uint64_t n = select(*part, scratch, &values);
+    for (uint64_t i = 0; i < n; i++) packer.add(part->tile_first + scratch.indices[i], values[scratch.indices[i]]);
+  }
+  packer.end(blocks_of(elems));
+}
+
 bool provide_entries(const Tile &tile, Work &work) {
   if (std::none_of(tile.pieces, tile.pieces + tile.n_pieces,
                    [&work](const csd_piece &p) { return is_sparse(work.params[p.param]); }))
     return false;
   if (work.entries) check_entries(tile, work);
-  else select_entries(tile, work);
+  else select_for(tile, work);
   work.pushed += 4 * work.n_entries;
   return true;
 }
 
 void feed_back(const Tile &tile, const Work &work) {
+  Entries entries(work.entries, work.n_entries);
+  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
+    if (feeds_back(work.params[p->param])) feed_back(part_of(*p, tile, work), entries);
+}
+
+void feed_back(const Part &part, Entries &entries) {
   const FloatMode mode(Subnormals::kept);
   alignas(64) uint16_t sent[kChunk];
-  Entries entries(work.entries, work.n_entries);
-  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
-    if (!feeds_back(work.params[p->param])) continue;
-    const Part part = part_of(*p, tile, work);
-    if (!part.uses_residual()) continue;
-    for (uint64_t first = 0; first < p->elems; first += kChunk) {
-      const uint64_t n = std::min(kChunk, p->elems - first);
-      entries.expand(p->tile_first + first, n, sent);
-      feed_back_part(part, first, n, sent);
-    }
+  if (!uses_residual(part)) return;
+  for (uint64_t first = 0; first < part.n; first += kChunk) {
+    const uint64_t n = std::min(kChunk, part.n - first);
+    entries.expand(part.tile_first + first, n, sent);
+    feed_back_part(part, first, n, sent);
   }
 }
 

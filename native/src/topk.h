@@ -19,21 +19,15 @@
 
 namespace csd {
 
-// The gradients of a piece, and their residuals.
-struct Part {
-  const void *grad;
-  uint32_t grad_dtype;
-  uint16_t *residual;  // bf16; null: no error feedback
-  float scale;         // of the gradient
-  uint32_t dtype;      // of what is sent: CSD_F16 or CSD_BF16
-  uint32_t seed = 0;   // of the stochastic rounding, for element 0
+using Part = csd_topk_part;
 
-  // Is there a residual to add? If the scale cannot be divided by, the residual is neither used nor changed.
-  bool uses_residual() const { return residual && scale != 0 && std::isfinite(scale) && std::isfinite(1.0f / scale); }
-};
+// Is there a residual to add? If the scale cannot be divided by, the residual is neither used nor changed.
+inline bool uses_residual(const Part &p) {
+  return p.residual && p.scale != 0 && std::isfinite(p.scale) && std::isfinite(1.0f / p.scale);
+}
 
 // The vectorised loops (topk_loop.h), in the instruction set in use.
-void round_part(const Part &, uint64_t n, uint16_t *values);  // values[i] = what would be sent for element i
+void round_part(const Part &, uint16_t *values);  // values[i] = what would be sent for element i
 void feed_back_part(const Part &, uint64_t first, uint64_t n,
                     const uint16_t *sent);  // sent: values of elements [first, first + n)
 uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least,
@@ -50,7 +44,10 @@ struct Scratch {
 
 // Selects up to k of n elements. Returns their number; their indices are at the front of scratch.indices, ascending,
 // and `*values` points to the rounded values of all n elements.
-uint64_t select(const Part &, uint64_t n, uint64_t k, Scratch &, const uint16_t **values);
+uint64_t select(const Part &, Scratch &, const uint16_t **values);
+
+// Selects the entries of a tile of `elems` elements, of parts in its order.
+void select_entries(const Part *parts, uint64_t n_parts, uint64_t elems, std::vector<uint32_t> &entries);
 
 inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0; }
 
@@ -80,5 +77,8 @@ class Entries {
   uint64_t block_ = UINT64_MAX, element_ = 0;
   uint16_t value_ = 0;
 };
+
+// The same for one part, the next one in the order of the tile whose `entries` are read.
+void feed_back(const Part &, Entries &entries);
 
 }  // namespace csd

@@ -5,7 +5,7 @@ static inline void owed(const Part &part, uint64_t first, uint64_t n, float *to)
   if (part.grad_dtype == CSD_F16) widen_f16((const uint16_t *)part.grad + first, to, n);
   else if (part.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)part.grad + first, to, n);
   else memcpy(to, (const float *)part.grad + first, 4 * n);
-  if (!part.uses_residual()) return;
+  if (!uses_residual(part)) return;
   const float inverse = 1.0f / part.scale;
   const uint16_t *const residual = part.residual + first;
   for (uint64_t i = 0; i < n; i++) to[i] = to[i] + bf16_to_f32(residual[i]) * inverse;
@@ -23,10 +23,10 @@ static inline void round_owed(float *from, uint16_t *to, uint64_t n, uint32_t dt
   else narrow_bf16(from, to, n);
 }
 
-static void round_part(const Part &part, uint64_t n, uint16_t *values) {
+static void round_part(const Part &part, uint16_t *values) {
   alignas(64) float wide[kBlock];
-  for (uint64_t i = 0; i < n; i += kBlock) {
-    const uint64_t some = n - i < kBlock ? n - i : kBlock;
+  for (uint64_t i = 0; i < part.n; i += kBlock) {
+    const uint64_t some = part.n - i < kBlock ? part.n - i : kBlock;
     owed(part, i, some, wide);
     round_owed(wide, values + i, some, part.dtype);
   }

@@ -270,9 +270,7 @@ void drop_stale_corrections(const uint16_t *params, uint64_t n, const uint32_t *
   CSD_IN(current_isa.load(), drop_stale_corrections(params, n, checks, corrections));
 }
 
-void round_part(const Part &part, uint64_t n, uint16_t *values) {
-  CSD_IN(current_isa.load(), round_part(part, n, values));
-}
+void round_part(const Part &part, uint16_t *values) { CSD_IN(current_isa.load(), round_part(part, values)); }
 
 void feed_back_part(const Part &part, uint64_t first, uint64_t n, const uint16_t *sent) {
   CSD_IN(current_isa.load(), feed_back_part(part, first, n, sent));

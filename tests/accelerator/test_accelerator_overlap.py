@@ -180,9 +180,10 @@ def test_several_devices_and_the_host(tmp_path, dtype, devices, overlap):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("script", [never_clears, looks_at_states])
+@pytest.mark.usefixtures("way")
 def test_what_topk_owes(tmp_path, script, monkeypatch):
     """Residuals are stored before gradients are freed, also when several tiles are selected at once."""
-    monkeypatch.setattr(sparse, "ROWS", 2)
+    monkeypatch.setattr(sparse, "BATCH_BYTES", 40_000)  # four tiles
     twins(tmp_path, script, topk=0.05, width=LARGE).opt.close()
 
 

@@ -1,16 +1,14 @@
-"""Top-K of gradients on an accelerator: selection and residuals stay there. The same bits as on the CPU."""
+"""Top-K of gradients on an accelerator, by its kernels or on the host: the same bits as on the CPU."""
 
 import pytest
 import torch
-from support import emulated
 from support.backends import TILE
 from support.comparing import assert_same
-from support.gradients import any_bits, kinds, residual_of
 from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
 
 from csd_optim import CSDAdam
-from csd_optim.bindings import topk_count
-from csd_optim.compression.selection import feed_back, listed, pack, rounded, select
+from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.step import sparse
 
 pytestmark = pytest.mark.accelerator
 
@@ -39,6 +37,7 @@ def train_topk(devices, place, shapes, topk, *, steps=4, tile_size=TILE, **kwarg
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("topk", [0.01, 0.3, None])
 @pytest.mark.parametrize("where", [DEVICE, "both"])
+@pytest.mark.usefixtures("way")
 def test_topk_has_the_same_bits_as_on_the_cpu(devices, where, topk, feedback):
     shapes = [(), (7,), (40, 100), (2, TILE), (5 * TILE + 3,), (64, 65), (3, 3), (TILE - 1,), (17,)]
     kwargs = {"shapes": shapes, "topk": topk, "error_feedback": feedback}
@@ -49,30 +48,13 @@ def test_topk_has_the_same_bits_as_on_the_cpu(devices, where, topk, feedback):
 
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.usefixtures("way")
 def test_topk_options(grad_dtype, maximize):
     kwargs = {"shapes": [(64, 65), (101, 97), (9,)], "topk": 0.05, "grad_dtype": grad_dtype, "maximize": maximize}
     assert_same(train_topk("file:", lambda i: DEVICE, **kwargs), train_topk("file:", lambda i: "cpu", **kwargs))
 
 
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("feedback", [True, False])
-def test_an_accelerator_without_nonzero_static(feedback, monkeypatch):
-    """If torch says that the accelerator lacks the operation, another way is used, with the same bits."""
-    kwargs = {"shapes": [(64, 65), (2, TILE), (5 * TILE + 3,), (9,)], "topk": 0.1, "error_feedback": feedback}
-    expected = train_topk("file:", lambda i: "cpu", **kwargs)
-    real, missed = torch.Tensor.nonzero_static, []
-
-    def missing(t, **options):
-        if t.is_cpu:
-            return real(t, **options)
-        missed.append(t)
-        raise NotImplementedError("Could not run 'aten::nonzero_static' with arguments from this backend")
-
-    monkeypatch.setattr(torch.Tensor, "nonzero_static", missing)
-    assert_same(train_topk("file:", lambda i: DEVICE, **kwargs), expected)
-    assert missed
-
-
+@pytest.mark.usefixtures("way")
 def test_topk_of_tiles_of_several_blocks():
     kwargs = {
         "shapes": [(300_007,), (1 << 20,), (777, 1001), (2_500_000,)],
@@ -81,6 +63,19 @@ def test_topk_of_tiles_of_several_blocks():
         "steps": 2,
     }
     assert_same(train_topk("ram:", lambda i: DEVICE, **kwargs), train_topk("ram:", lambda i: "cpu", **kwargs))
+
+
+def test_tiles_that_are_not_selected_at_once(monkeypatch):
+    """If there are more than fit into memory. The last tiles have more than one parameter."""
+    kwargs = {"shapes": [(30 * TILE + 3,), (7,), (64, 65), (9 * TILE,)], "topk": 0.1}
+    expected = train_topk(["file:"] * 3, lambda i: "cpu", **kwargs)
+    library = kernels_for(torch.device(DEVICE, 0))
+    before = library.launches
+    assert_same(train_topk(["file:"] * 3, lambda i: DEVICE, **kwargs), expected)
+    at_once = library.launches - before
+    monkeypatch.setattr(sparse, "BATCH_BYTES", 100_000)
+    assert_same(train_topk(["file:"] * 3, lambda i: DEVICE, **kwargs), expected)
+    assert library.launches - before > 4 * at_once
 
 
 def test_topk_of_layouts():
@@ -111,6 +106,7 @@ def test_topk_of_layouts():
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
 @pytest.mark.parametrize("topk", [0.01, 0.3])
+@pytest.mark.usefixtures("way")
 def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk):
     """The gradient is not computed yet when step() is called, and overwritten once it returns. So is the residual."""
     n, steps = 40 * TILE, 3
@@ -141,49 +137,3 @@ def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk)
         expected.step()
         assert torch.equal(residual.cpu(), expected.state[q]["residual"])
     assert torch.equal(p.detach().cpu(), q.detach())
-
-
-# The emulated device uses the CPU's kernels: large sizes prove something only on a real one.
-@pytest.mark.ci
-@pytest.mark.sampled(together=1)
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 17, 2049] if emulated.loaded() else [1, 17, 65537, 299_993])
-def test_selection_on_the_device(n, dtype):
-    """Every function of compression.py, with every kind of gradient: the same bits as on the CPU."""
-
-    def bits(t):
-        return t.cpu().view(torch.int16)
-
-    for grad_dtype in DTYPES:
-        for name, grad in kinds(n, grad_dtype):
-            for scale in (1.0, 0.37, -(2.0**-16), 0.0):
-                residual = any_bits(n, torch.bfloat16) if name == "any bits" else residual_of(torch.randn(n), scale)
-                values, there = rounded(grad, residual, scale, dtype), (grad.to(DEVICE), residual.to(DEVICE), scale)
-                on_device = rounded(*there, dtype)
-                assert torch.equal(bits(on_device), bits(values)), (name, scale)
-                for ratio in (0.001, 0.1, 1.0):
-                    k = topk_count(ratio, n)
-                    sent = [v[None] for v in (values, on_device)], [select(v, k)[None] for v in (values, on_device)]
-                    lists = [listed(v, s, k, 3, n + 3) for v, s in zip(*sent, strict=True)]
-                    here, far = (pack([entries], 1, n + 3).cpu() for entries in lists)
-                    assert torch.equal(far, here), (name, scale, ratio)
-                feed_back(*there, on_device, select(on_device, k), 5, 3)
-                feed_back(grad, residual, scale, values, select(values, k), 5, 3)
-                assert torch.equal(bits(there[1]), bits(residual)), (name, scale)
-
-
-@pytest.mark.ci
-def test_selection_needs_little_memory():
-    """No temporary tensor is of the gradient's size, on the device or elsewhere."""
-    n = 1 << 20
-    for _, grad in kinds(n, torch.float32):
-        grad, residual = grad.to(DEVICE), torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)
-        torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
-        values = rounded(grad, residual, 1.0, torch.bfloat16)
-        sent = select(values, k := topk_count(0.01, n))
-        pack([listed(values[None], sent[None], k, 0, n)], 1, n)
-        feed_back(grad, residual, 1.0, values, sent, 0, 1)
-        assert torch.accelerator.max_memory_allocated() - before <= 32 * n

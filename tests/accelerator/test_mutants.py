@@ -37,6 +37,10 @@ def in_sparse(old, new, tests="topk or lifetimes"):
     return Mutant("step/sparse.py", old, new, tests)
 
 
+def in_selection(old, new):
+    return Mutant("compression/kernel_selection.py", old, new, "topk or lifetimes")
+
+
 def in_flight(old, new="pass", tests="accelerator_overlap"):
     return Mutant("overlap/flight.py", old, new, tests)
 
@@ -82,10 +86,10 @@ FREE = "free_gradients"
 DURABLE = "gpu_durable and not histories"
 NAMED = "gpu_overlap and named"
 COPYING = "self._travelling.append((tile, slot))"
+ON_STREAM, SAME = "with on(self._parts[0].stream):\n            ", "if True:\n            "
 HOST = "_ in copies):\n            "
 JOIN = "self.join()"
 ELSE = "except BaseException:\n            raise\n        else:\n            "
-SELECTS = "with on({}):\n                elements"
 READY = "ready_events={d: record_event(torch.accelerator.current_stream(d)) for d in accelerators}"
 
 MUTANTS = {
@@ -106,17 +110,24 @@ MUTANTS = {
     ),
     "nobody joins": in_staging("torch.accelerator.current_stream(device).wait_stream(stream)"),
     "nobody joins after a failure": in_staging("finally:\n            " + JOIN, ELSE + JOIN, "fails"),
-    "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
+    "nobody joins after what is owed": in_staging(
+        "self.forget()\n            _join({device", "self.forget()\n            ({device"
+    ),
     "shares leave before they are there": in_staging("self._ring.join_back()", tests="shares"),
     "one stream for both ways": in_staging(
         "torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 2", "counters"
     ),
-    "selection on the current stream": in_sparse(
-        SELECTS.format("streams.get(piece.grad.device)"), SELECTS.format("None")
+    "selection on the current stream": in_selection(ON_STREAM + "entries", SAME + "entries"),
+    "overlap: selection on the host on the current stream": Mutant(
+        "compression/selection.py",
+        "with on(self.stream):\n            residual",
+        "with on(None):\n            residual",
+        "what_topk_owes",
     ),
-    "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
+    "feedback on the current stream": in_selection(ON_STREAM + "    self", SAME + "    self"),
+    "tables are gone at the feedback": in_selection("self._kept = there, sent", "self._kept = ()"),
     "entries outlive their step": in_sparse("self._selected.clear()", "pass", "fails"),
-    "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
+    "tile by tile": in_sparse("BATCH_BYTES = 128 << 20", "BATCH_BYTES = 1", "counters"),
     "addresses of the device go to the engine": Mutant("step/images.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant(
         "step/resources.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"

@@ -39,7 +39,7 @@ def test_operations(source, defines, compiler):
     ending = ".rn.f32" if KEEPS_SUBNORMALS in defines else ".rn.ftz.f32"
     found = set(OPERATIONS.findall(ptx))
     assert found, "no arithmetic at all"
-    assert found <= {f"{name}{ending}" for name in ("add", "sub", "mul", "div", "sqrt")}
+    assert found <= {f"{name}{ending}" for name in ("add", "sub", "mul", "div", "sqrt", "rcp")}
     assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted(kernels_in(source))
 
 

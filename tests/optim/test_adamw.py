@@ -28,8 +28,10 @@ from support.comparing import (
 from support.floats import LIBM, NEAREST, UPWARD, set_floats, small_grads
 from support.forked import printed
 from support.optimizers import ADAM, PAIRS, RMSPROP, SGD, other_rules, rules
+from support.topk_oracle import part
 
 from csd_optim import CSDAdam, bindings
+from csd_optim.compression.selection import HostSelection
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
@@ -576,12 +578,14 @@ def test_bits_do_not_depend_on_the_calling_thread():
         set_floats(how)
         try:
             bindings.update(constants, "scalar", grad, states, param)
-            sent = bindings.topk_select(grad, n // 3, torch.bfloat16, residual, 3.0)
+            owed = residual.clone()
+            selection = HostSelection({0: (n, [part(grad, torch.bfloat16, 1 / 3, owed, scale=3.0)])})
+            selection.feed_back()
             assert LIBM.fegetround() == (UPWARD if how == "upward" else NEAREST)
             assert (torch.tensor(1e-40) * 1 == 0) == (how == "flush")
         finally:
             set_floats("nothing")
-        results.append([*states, param, *sent])
+        results.append([*states, param, *selection.rows.values(), owed])
     for other in results[1:]:
         assert_same(other, results[0])
 

@@ -1,4 +1,4 @@
-"""Top-K in tiles that travel as images: sparse.py and selection.py do there what the engine does elsewhere.
+"""Top-K in tiles that travel as images: the step selects there what the engine selects elsewhere.
 
 This needs no GPU: a dense gradient that is pushed in a lower precision than it has makes its whole tile travel as an
 image. Oracle: the engine's own selection. Every bit is compared.

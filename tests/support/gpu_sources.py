@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import shutil
 
+from csd_optim.compression.kernel_selection import DEFINES
 from csd_optim.kernels.device_check import WAYS
 from csd_optim.kernels.nvrtc import Compiler
 from csd_optim.kernels.update import RULE_DEFINES
@@ -13,6 +14,7 @@ ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PACKAGE = "nvidia-cuda-nvrtc"
 # Each source with the macros by which it is compiled.
 SOURCES = [("update.h", (*rule, *way)) for rule in RULE_DEFINES.values() for way in WAYS.values()]
+SOURCES += [("topk.h", DEFINES)]
 
 
 def compiled_as(source, defines):

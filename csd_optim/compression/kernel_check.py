@@ -1,0 +1,77 @@
+"""Decides at the first use of a device whether its kernels select what the engine selects."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..bindings import DTYPE_CODES, ELEMS_PER_BLOCK
+from ..errors import CSDUnavailableError
+from ..kernels import device_check
+from ..kernels.library import KernelLibrary
+from .kernel_selection import KernelSelection
+from .selection import HostSelection, Part, TopK
+
+log: logging.Logger = logging.getLogger("csd_optim")
+
+NUMBERS = 2000  # per part, normal ones and as many with random bits
+
+_objections: WeakKeyDictionary[KernelLibrary, str] = WeakKeyDictionary()  # why it is not used; "": it is
+_lock = threading.Lock()
+
+
+def kernels_for(device: torch.device) -> KernelLibrary | None:
+    """Return the kernels of a device; None if gradients on it are selected on the host.
+
+    Waits for the device at its first use, when the kernels are compiled and tried.
+    """
+    library = None if device.type == "cpu" else device_check.kernels_of(device).library
+    if library is None:
+        return None
+    with _lock:
+        if library not in _objections:
+            _objections[library] = objection = _objection(library)
+            if objection:
+                log.info("Top-K on %s: entries are selected on the host, because %s", device, objection)
+        return None if _objections[library] else library
+
+
+def _objection(library: KernelLibrary) -> str:
+    """Return why the kernels cannot be used; "" if they select the same entries as the engine, and owe the same."""
+    expected = _parts()
+    ours = [replace(part, grad=part.grad.to(library.device)) for part in expected]
+    for part, other in zip(ours, expected, strict=True):
+        part.residual = None if other.residual is None else other.residual.to(library.device)
+    try:
+        by_kernels = KernelSelection(library, {0: (ELEMS_PER_BLOCK, ours)})
+        by_kernels.feed_back()
+    except CSDUnavailableError as e:
+        return str(e.strerror)
+    by_engine = HostSelection({0: (ELEMS_PER_BLOCK, expected)})
+    by_engine.feed_back()
+    row, entries = by_kernels.rows[0].cpu(), by_engine.rows[0][:-1]
+    same = int(row[-1]) == len(entries) and torch.equal(row[: len(entries)], entries)
+    for part, other in zip(ours, expected, strict=True):
+        if part.residual is not None and other.residual is not None:
+            same = same and torch.equal(part.residual.cpu().view(torch.int16), other.residual.view(torch.int16))
+    return "" if same else "the kernels select others"
+
+
+def _parts() -> list[Part]:
+    """Return parts with numbers of every magnitude, but without nan, whose bits are the device's."""
+    generator, parts = torch.Generator().manual_seed(0), list[Part]()
+
+    def numbers(dtype: torch.dtype) -> torch.Tensor:
+        any_bits = torch.randint(-(1 << 31), 1 << 31, (NUMBERS,), generator=generator).to(torch.int32)
+        t = torch.cat([any_bits.view(torch.float32), torch.randn(NUMBERS, generator=generator)]).to(dtype)
+        return torch.where(t.isfinite(), t, 0.5)
+
+    for grad_dtype in DTYPE_CODES:
+        for dtype in (torch.float16, torch.bfloat16):
+            topk, at = TopK(0.1, dtype, None, 0.37, 1), 2 * NUMBERS * len(parts)
+            parts.append(Part(topk, numbers(grad_dtype), numbers(torch.bfloat16), at, at))
+    return parts
