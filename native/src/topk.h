@@ -52,7 +52,7 @@ struct Scratch {
 // and `*values` points to the rounded values of all n elements.
 uint64_t select(const Part &, uint64_t n, uint64_t k, Scratch &, const uint16_t **values);
 
-inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0; }
+inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0 && p.master != CSD_SUPPLIED; }
 
 // Does the step change its residual?
 inline bool feeds_back(const csd_param &p) { return is_sparse(p) && p.topk < 1 && p.residual; }
