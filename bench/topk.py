@@ -29,7 +29,7 @@ from bench.step import machine_facts, say, span, timed
 from csd_optim import bindings
 from csd_optim.cli import benchmark
 from csd_optim.cli.benchmark import DTYPES, WARM_UP
-from csd_optim.compression import selection as compression
+from csd_optim.compression import dense as compression
 from csd_optim.devices.spec import parse_devices
 from csd_optim.devices.units import parse_rate
 

@@ -4,8 +4,8 @@ A *part* is one parameter's elements in one tile; a tile has about a million ele
 it selects on the gradient's own device, an accelerator or the CPU, and only the selected elements leave that device.
 The engine selects from gradients that it can read in place; both give the same bits.
 
-    values = rounded(grad, residual, scale, dtype)    gradient plus residual, in the 16 bits in which it is sent
-    sent = select(values, topk_count(ratio, n))       which of the values are the largest
+    values = rounded(grad, residual, scale, dtype)    see dense.py, as for select() and feed_back()
+    sent = select(values, topk_count(ratio, n))
     lists = [listed(values, sent, k, tile_first, tile_elems)]
     entries = pack(lists, rows, tile_elems)
     feed_back(grad, residual, scale, values, sent, first, step)    when the step is complete
@@ -27,7 +27,6 @@ sent: 80 in listed() and pack().
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,32 +49,6 @@ class TopK:
     residual: torch.Tensor | None  # 1-D bf16, like the flat gradient and on its device; None: no error feedback
     scale: float  # the fp32 factor by which the device multiplies the gradient
     step: int  # the parameter's step, from 1
-
-
-def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return gradient plus residual as they would be sent: new, 1-D, `dtype` (float16 or bfloat16), on their device.
-
-    `grad`: 1-D, float32, float16 or bfloat16. `residual`: 1-D bfloat16 of the same length, or None. Rounded to nearest
-    even; finite values stay finite (they saturate at the largest one), inf stays inf, and all nans become the same one.
-    """
-    exact = _with_residual(grad, residual, scale)
-    values = exact.to(dtype)
-    return torch.where(exact.isinf(), values, values.nan_to_num(nan=math.nan))
-
-
-def select(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the mask (bool) of the `k` nonzero values of largest magnitude in each row.
-
-    `values`: 16 bits, any shape; rows lie along the last dimension. Inf and nan are the largest. Ties go to the first,
-    so the answer is unique. The host does not wait for an accelerator here.
-    """
-    magnitudes = values.view(torch.int16) & 0x7FFF  # integers in the order of the absolute values
-    if k >= values.shape[-1]:
-        return magnitudes != 0
-    least = torch.topk(magnitudes, k, dim=-1, sorted=False).values.amin(-1, keepdim=True).clamp_(min=1)
-    above, equal = magnitudes > least, magnitudes == least
-    equal &= equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)
-    return above.logical_or_(equal)
 
 
 def listed(
@@ -141,50 +114,6 @@ def _blocks(tile_elems: int) -> int:
     return -(-tile_elems >> BLOCK_BITS)
 
 
-def feed_back(
-    grad: torch.Tensor,
-    residual: torch.Tensor,
-    scale: float,
-    values: torch.Tensor,
-    sent: torch.Tensor,
-    first: int,
-    step: int,
-) -> None:
-    """Update `residual` in place: gradient plus residual, minus the sent elements of `values`.
-
-    `grad`, `residual`, `scale`: as passed to rounded(). `values`: its result. `sent`: the result of select().
-    `first`: where the part begins in its parameter. `step`: the parameter's step, from 1. If the scale has no inverse,
-    this is a no-op, because rounded() ignores the residual then, too.
-    """
-    if not inverse_of(scale):
-        return
-    unsent = _with_residual(grad, residual, scale)
-    unsent -= torch.where(sent, values, torch.zeros((), dtype=values.dtype, device="cpu"))
-    unsent *= scale
-    is_nan = unsent.isnan()
-    # Stochastic rounding: bf16 is the upper half of fp32. Adding 16 random bits carries into it with a probability that
-    # is the lower half's share of bf16's last place.
-    bits = unsent.view(torch.int32)
-    bits += _random_bits(len(grad), first, step, grad.device)
-    residual.view(torch.int16).copy_(bits >> 16)
-    residual.masked_fill_(is_nan, math.nan)
-
-
-def _random_bits(n: int, first: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return 16 random bits for each element of a part, int32: a hash of element and step, Wellons' "lowbias32"."""
-    hashed = torch.arange(n, dtype=torch.int32, device=device)
-    hashed += _int32(first + step * 0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        hashed ^= (hashed >> shift) & (1 << 32 - shift) - 1  # a logical shift: >> on int32 repeats the sign bit
-        hashed *= _int32(factor)
-    return (hashed ^ hashed >> 16) & 0xFFFF
-
-
-def _int32(bits: int) -> int:
-    """Return the signed 32-bit integer whose bits are the lower 32 of `bits`."""
-    return (bits + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
 def inverse_of(scale: float) -> float:
     """Return 1 / scale in fp32; 0 if `scale` or its inverse is not a finite nonzero number."""
     if scale == 1.0:  # the usual one, without NumPy's switch of the mode, which takes microseconds
@@ -192,11 +121,3 @@ def inverse_of(scale: float) -> float:
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / np.float32(scale)
     return float(inverse) if np.isfinite(inverse) else 0.0
-
-
-def _with_residual(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Return gradient plus residual, in fp32 and the gradient's units; the gradient itself if there is no residual."""
-    inverse = inverse_of(scale)
-    if residual is None or not inverse:
-        return grad
-    return residual.float().mul_(inverse).add_(grad)

@@ -14,7 +14,8 @@ import torch
 
 from ..accelerator import on
 from ..bindings import topk_count
-from ..compression.selection import TopK, feed_back, listed, pack, rounded, select
+from ..compression.dense import feed_back, rounded, select
+from ..compression.selection import TopK, listed, pack
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 

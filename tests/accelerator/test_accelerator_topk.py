@@ -10,7 +10,8 @@ from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
 
 from csd_optim import CSDAdam
 from csd_optim.bindings import topk_count
-from csd_optim.compression.selection import feed_back, listed, pack, rounded, select
+from csd_optim.compression.dense import feed_back, rounded, select
+from csd_optim.compression.selection import listed, pack
 
 pytestmark = pytest.mark.accelerator
 

@@ -12,7 +12,8 @@ import torch
 from support.gradients import any_bits, kinds, residual_of
 
 from csd_optim.bindings import topk_count
-from csd_optim.compression.selection import feed_back, listed, pack, rounded, select
+from csd_optim.compression.dense import feed_back, rounded, select
+from csd_optim.compression.selection import listed, pack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
