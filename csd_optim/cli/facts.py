@@ -173,13 +173,12 @@ def planned_placement(
 
         if gpu:
             placement.accelerator = OnAccelerator(gpu, [*chosen.values()])
-            if state_dtype == FP32:
-                left = on_accelerator = round(params * placement.accelerator_fraction(plan(), dtype.itemsize))
-                placement.accelerator.params = on_accelerator
-                if left and any(spec.durable for spec in chosen.values()):  # durable devices keep a copy
-                    shares = placement.shares(plan(), is_copied=True)
-                    placement.record(placement.divide(plan(shares), is_copied=True), is_copied=True)
-                left = params - on_accelerator
+            left = on_accelerator = round(params * placement.accelerator_fraction(plan(), dtype.itemsize))
+            placement.accelerator.params = on_accelerator
+            if left and any(spec.durable for spec in chosen.values()):  # durable devices keep a copy
+                shares = placement.shares(plan(), is_copied=True)
+                placement.record(placement.divide(plan(shares), is_copied=True), is_copied=True)
+            left = params - on_accelerator
             there.insert(0, gpu.room_bytes or 0)
         if left:
             placement.record(placement.divide(plan(placement.shares(plan()))))

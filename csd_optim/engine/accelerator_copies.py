@@ -12,12 +12,15 @@ after an undone step  the directory: the copies that the step updated are no lon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..accelerator import record_event, wait_for
+from ..store.layout import round_up
+from ..store.sections import GROUP, Section
+from .accelerator_codes import ParamCodes
 from .parts import NativeEngine
 from .tiles import Tiles
 
@@ -26,12 +29,33 @@ from .tiles import Tiles
 class AcceleratorCopy:
     """The copy of one parameter's states."""
 
-    states: list[torch.Tensor]  # 1-D fp32, the master first, in the order of the tile's sections
+    states: list[torch.Tensor]  # 1-D fp32, the master first, in the order of the tile's sections; or none
+    codes: ParamCodes | None = None  # the states, if they are codes
     is_known: bool = False  # the copy equals the states in the directory
 
     @property
+    def sections(self) -> list[torch.Tensor]:
+        """The sections of the states in the order of a tile's, 1-D: fp32, or bytes in whole groups of codes."""
+        return [*self.codes.sections.values()] if self.codes else self.states
+
+    @property
     def device(self) -> torch.device:
-        return self.states[0].device
+        return self.codes.device if self.codes else self.states[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes if self.codes else sum(state.nbytes for state in self.states)
+
+    def pieces(self, places: Sequence[Section], first: int, in_tile: int, n: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield, for each section of a piece, its byte in a slot, and its elements here as bytes.
+
+        `places`: the sections of the slot. The piece has elements [first, first + n) of the parameter, and begins at
+        element `in_tile` of the tile. Codes have whole groups, whose unused elements are zero in a slot, too.
+        """
+        n = round_up(n, GROUP) if self.codes else n
+        for place, section in zip(places, self.sections, strict=True):
+            begin = first * place.group_bytes // GROUP
+            yield place.at(in_tile), section.view(torch.uint8)[begin : begin + place.bytes_of(n)]
 
 
 class AcceleratorCopies:
@@ -44,7 +68,7 @@ class AcceleratorCopies:
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for copy in self.by_param.values() for state in copy.states)
+        return sum(copy.nbytes for copy in self.by_param.values())
 
     def forget(self, params: Iterable[int] | None = None) -> None:
         """Invalidate copies, as their states in the directory change. None: the copies of all parameters."""
@@ -56,6 +80,7 @@ class AcceleratorCopies:
         """Free the memory of all copies."""
         for copy in self.by_param.values():
             copy.states.clear()
+            copy.codes = None
         self._native = None  # breaks a reference cycle, by way of the devices
 
     def load(self, params: Collection[int]) -> None:
@@ -67,22 +92,22 @@ class AcceleratorCopies:
         if not missing:
             return
         assert self._native
-        largest = max(e.tile_elems * len(e.sections) for e in self._tiles.extents)
+        largest = max(e.slot_bytes for e in self._tiles.extents)
         # Two buffers: while one tile is copied to the accelerator, the next is read.
-        buffers = [torch.empty(largest, dtype=torch.float32, device="cpu", pin_memory=True) for _ in range(2)]
+        buffers = [torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         copied: list[list[torch.Event]] = [[], []]
         try:
             for i, tile in enumerate(self._tiles.of([*missing]).tolist()):
                 buffer, events = buffers[i % 2], copied[i % 2]
                 while events:
                     wait_for(events.pop())
-                elems, devices = self._tiles.elems_of(tile), set()
-                self._native.read(tile, len(self._tiles.extent_of(tile).sections), elems, buffer.data_ptr())
+                places, devices = self._tiles.extent_of(tile).slot, set()
+                self._native.read(tile, len(places), self._tiles.elems_of(tile), buffer.data_ptr())
                 for param, _, first, in_tile, n in self._tiles.pieces_of(tile).tolist():
                     if param not in missing:
                         continue
-                    for s, state in enumerate(missing[param].states):
-                        state[first : first + n].copy_(buffer[s * elems + in_tile :][:n], non_blocking=True)
+                    for at, section in missing[param].pieces(places, first, in_tile, n):
+                        section.copy_(buffer[at : at + len(section)], non_blocking=True)
                     devices.add(missing[param].device)
                 events += [record_event(torch.accelerator.current_stream(device)) for device in devices]
         finally:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..bindings import DTYPE_CODES
+from .decoded_states import DecodedStates
 from .parts import Devices, NativeEngine
 from .tiles import Tiles
 
 
-class Decoded:
+class Decoded(DecodedStates):
     """The decoded states of one engine: codes, which cannot be memory-mapped as fp32; and fp32 states on devices whose
     `states_on_demand` is set.
 
-    A step that changes the states drops the decoded tensors here; a tensor that the user kept still has the old states.
-
-    Writes to these tensors take effect with the next step, which starts from the written values (rounded to codes for
-    8-bit states), or with an earlier flush; see Truth. Writes are noticed by torch's version counters, as for windows.
+    The next step starts from written values (rounded to codes for 8-bit states), or an earlier flush does; see Truth.
     """
 
     def __init__(self, devices: Devices, native: NativeEngine, tiles: Tiles) -> None:
+        super().__init__()
         self._devices, self._native, self._tiles = devices, native, tiles
         self.durable: bool = False  # the states outlive the process
-        # By parameter: the states in memory, 1-D in the parameter's memory order; states that nobody needs may be
-        # absent.
-        self._states: dict[int, dict[str, torch.Tensor]] = {}
-        self._views: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: the same states as views() returns them
-        self._watched: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # all tensors of states, and versions
         # Parameters whose masters were written, without a step's update since. They may differ from the rounded masters
         # although the program has not set them.
         self.masters_written: set[int] = set()
@@ -48,43 +42,22 @@ class Decoded:
         """Whether the devices keep codes in memory and update them in place."""
         return self._devices.resident
 
-    @property
-    def in_memory(self) -> set[int]:
-        """Parameters whose decoded states are in memory now."""
-        return {*self._states}
-
-    def states(self, param: int) -> dict[str, torch.Tensor]:
-        """Return all states of a parameter by name, 1-D fp32, as the next step will find them. Raises CSDOSError.
-
-        Returns the same tensors until a step changes the states. Waits for writes. Not while a step is in flight.
-        """
-        return self._read(param, self._tiles.extent_with(param).sections)
-
-    def state(self, param: int, name: str) -> torch.Tensor:
-        """Return one state of a parameter, without reading the others."""
-        return self._read(param, [name])[name]
-
-    def _read(self, param: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Read the states `names` of a parameter unless they are in memory; return all that are."""
+    def check_open(self) -> None:
         self._devices.check_open()
-        here = self._states.get(param, {})
-        if here.keys() >= {*names}:
-            return here
+
+    def _sections(self, param: int) -> Sequence[str]:
+        return self._tiles.extent_with(param).sections
+
+    def _numel(self, param: int) -> int:
         extent = self._tiles.extent_with(param)
-        numel = extent.numels[param - extent.first_param]
-        new = {
-            name: torch.empty(numel, dtype=torch.float32, device="cpu")
-            for name in extent.sections
-            if name in names and name not in here
-        }
-        own = self._own_masters.get(param)
+        return extent.numels[param - extent.first_param]
+
+    def _decode(self, param: int, wanted: Mapping[str, torch.Tensor]) -> None:
+        own, sections = self._own_masters.get(param), self._sections(param)
         for _, tile, first, tile_first, n in self._tiles.by_param.of(param).tolist():
-            ranges = [new[name][first : first + n] if name in new else None for name in extent.sections]
+            ranges = [wanted[name][first : first + n] if name in wanted else None for name in sections]
             address = own[first:].data_ptr() if own is not None else 0
             self._native.decode(tile, tile_first, n, ranges, address)
-        self._states[param] = here = {**here, **new}
-        self._watched.setdefault(param, []).extend((name, state, state._version) for name, state in new.items())
-        return here
 
     def master(self, param: int, tile: int, first: int, in_tile: int, n: int) -> torch.Tensor:
         """Return elements [first, first + n) of a parameter's master, which begin at element `in_tile` of `tile`.
@@ -96,43 +69,6 @@ class Decoded:
         master = torch.empty(n, dtype=torch.float32, device="cpu")
         self._native.decode(tile, in_tile, n, [master])
         return master
-
-    def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
-        """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else.
-
-        Other states of the parameter do not change, and are not read.
-        """
-        others = [entry for entry in self._watched.get(param, ()) if entry[0] not in states]
-        self._states[param] = {**self._states.get(param, {}), **states}
-        self._views.pop(param, None)
-        self._watched[param] = others + [(name, state, -1) for name, state in states.items()]
-
-    def views(self, param: int, view: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the states as `view` presents them. Users may write to these tensors; their versions are watched."""
-        if param not in self._views:
-            self.states(param)
-            names = self._tiles.extent_with(param).sections
-            self._views[param] = views = {name: view(self._states[param][name]) for name in names}
-            self._watched[param] += [(name, tensor, tensor._version) for name, tensor in views.items()]
-        return self._views[param]
-
-    # ---- what was written ----------------------------------------------------------------
-
-    def written(self) -> dict[int, set[str]]:
-        """Return, by parameter, the names of the states that were written since they were decoded."""
-        found = ((param, self._names_written(param)) for param in self._watched)
-        return {param: names for param, names in found if names}
-
-    def _names_written(self, param: int) -> set[str]:
-        return {name for name, tensor, version in self._watched.get(param, ()) if tensor._version != version}
-
-    def versions(self) -> dict[int, list[int]]:
-        """Return, for the parameters in written(), torch's versions of their tensors: later writes change these."""
-        return {param: [tensor._version for _, tensor, _ in self._watched[param]] for param in self.written()}
-
-    def is_master_written(self, param: int) -> bool:
-        """Return whether the master was written since it was decoded."""
-        return "master" in self._names_written(param)
 
     def note_rounded(self, param: int) -> None:
         """Note that the parameter equals its rounded master, which was just written."""
@@ -153,17 +89,10 @@ class Decoded:
         among = [(param, np.isin(self._tiles.of([param]), tiles)) for param in self._states]
         return [param for param, found in among if (found.all() if wholly else found.any())]
 
-    def forget_unwritten(self, params: Iterable[int] | None = None) -> None:
-        """Drop unwritten decoded states, which are stale or no longer needed. `params`: None for all parameters."""
-        self.drop([p for p in (list(self._states) if params is None else params) if not self._names_written(p)])
-
     def drop(self, params: Iterable[int]) -> None:
-        """Drop decoded states, including writes to them."""
-        for param in params:
-            self.rounded.discard(param)
-            self._states.pop(param, None)
-            self._watched.pop(param, None)
-            self._views.pop(param, None)
+        params = [*params]
+        super().drop(params)
+        self.rounded.difference_update(params)
 
     def forget(self, params: Collection[int]) -> None:
         """Drop everything about parameters that have left."""
@@ -199,6 +128,12 @@ class Decoded:
     def has_section(self, param: int) -> bool:
         """Return whether the tile has a section for a parameter only until a step updates it."""
         return param in self._in_sections
+
+    def relocate(
+        self, param: int, in_place: torch.Tensor | None, in_order: Callable[[], torch.Tensor], *, fresh: bool
+    ) -> None:
+        if self.resident:
+            self.set_location(param, in_place, fresh=fresh)
 
     def set_location(self, param: int, where: torch.Tensor | None, *, fresh: bool = False) -> None:
         """Set the memory of a parameter: 1-D, contiguous, in the dtype of its codes; None if devices cannot use it.

@@ -120,14 +120,23 @@ class Engine:
         self.check_open()
         self.committer.free(params, self.states.free(params))
 
-    def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
+    def accelerator_fraction(
+        self,
+        numels: Sequence[int],
+        sections: Sequence[str],
+        param_bytes: float,
+        codec: str = FP32,
+        param_dtype: torch.dtype | None = None,
+    ) -> float | None:
         """Return the fraction of these parameters that `auto` wants on the accelerator; None: there is no `auto`.
 
         `param_bytes`: average bytes per element of the parameters. Raises what extend() raises.
         """
         if self.accelerator is None or not self.accelerator.spec.is_placed or not sum(numels):
             return None
-        return self.devices.accelerator_fraction(numels, sections, param_bytes, is_first=not len(self.tiles))
+        first = len(self.tiles)
+        wanted = ExtentRequest(numels, sections, codec, param_dtype, self.tiles.n_params, first, self.tile_elems)
+        return self.devices.accelerator_fraction(wanted, param_bytes)
 
     @property
     def descending(self) -> bool:

@@ -224,17 +224,16 @@ class OpenDevices:
             if self.placement:
                 self.placement.accelerator = self.accelerator
 
-    def accelerator_fraction(
-        self, numels: Sequence[int], sections: Sequence[str], param_bytes: float, *, is_first: bool
-    ) -> float:
+    def accelerator_fraction(self, wanted: ExtentRequest, param_bytes: float) -> float:
         """Return the fraction of these parameters that `auto` wants on the accelerator. Raises what plan() raises.
 
-        `param_bytes`: average bytes per element of the parameters. `is_first`: there are no tiles yet.
+        `param_bytes`: average bytes per element of the parameters.
         """
-        if is_first:
-            self.tune_for(numels, sections, FP32, None)
+        numels, sections, codec, param_dtype, *_ = wanted
+        if not wanted.first_tile:
+            self.tune_for(numels, sections, codec, param_dtype)
         assert self.placement
-        extent = plan_extent(numels, len(self.specs), sections=sections)
+        extent = plan_extent(numels, len(self.specs), sections=sections, codec=codec, param_dtype=param_dtype)
         return self.placement.accelerator_fraction(extent, param_bytes)
 
     def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:

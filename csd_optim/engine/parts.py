@@ -136,10 +136,8 @@ class Devices(Protocol):
         Raises CSDOSError if a disk is full.
         """
 
-    def accelerator_fraction(
-        self, numels: Sequence[int], sections: Sequence[str], param_bytes: float, *, is_first: bool
-    ) -> float:
-        """As Engine.accelerator_fraction(), if `auto` is among the devices. `is_first`: there are no tiles yet."""
+    def accelerator_fraction(self, wanted: ExtentRequest, param_bytes: float) -> float:
+        """As Engine.accelerator_fraction(), if `auto` is among the devices."""
 
     def configs(self) -> list[DeviceConfig]:
         """Return the configuration of each device for the native engine."""

@@ -15,6 +15,7 @@ from ..errors import CSDError, CSDLostError, CSDOSError, CSDTornError
 from ..store.existing import Mode
 from ..store.format import Record
 from ..store.layout import SLOTS, Extent
+from .accelerator_codes import AcceleratorCodes
 from .decoded import Decoded
 from .parts import Devices, NativeEngine, Space
 from .tiles import Tiles
@@ -39,6 +40,7 @@ class States:
         self.tiles: Tiles = Tiles()
         self.windows: Windows = Windows(self.tiles)
         self.decoded: Decoded = Decoded(devices, self.native, self.tiles)
+        self.accelerator_codes: AcceleratorCodes = AcceleratorCodes(devices.check_open)
         self.truth: Truth = Truth(self.native, self.tiles, self.windows, self.decoded)
         self.timeline: Timeline = Timeline(self.native)
         self.watcher: Watcher = Watcher()

@@ -144,7 +144,7 @@ class Truth:
         changed = self._windows.written_at(windows)
         if not changed and not versions:  # the usual case
             return np.flatnonzero(self._edited).astype(np.uint32)
-        self.forget_copies(changed)
+        self.forget_copies([*changed, *versions])
         mapped = self._tiles.of(changed)
         self._native.edited(mapped)
         tiles = np.union1d(mapped, self._tiles.of([*versions]))

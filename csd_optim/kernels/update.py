@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -31,9 +31,20 @@ class UpdateRow(NamedTuple):
     constants: Sequence[float]  # as in csd_hyper
 
 
-def in_launches(rows: Sequence[UpdateRow]) -> Iterator[Sequence[UpdateRow]]:
-    """Split rows of one rule into launches of kRows each, or of fewer if these have LAUNCH_ELEMS elements."""
-    first, elems, most = 0, 0, constant("kRows")
+class HasGradient(Protocol):
+    @property
+    def grad(self) -> torch.Tensor: ...
+
+
+Row = TypeVar("Row", bound=HasGradient)
+
+
+def in_launches(rows: Sequence[Row], name: str = "kRows") -> Iterator[Sequence[Row]]:
+    """Split rows of one rule into launches of kRows each, or of fewer if these have LAUNCH_ELEMS elements.
+
+    `name`: the constant for another kernel than update().
+    """
+    first, elems, most = 0, 0, constant(name)
     for i, row in enumerate(rows):
         elems += row.grad.numel()
         if i + 1 - first == most or elems >= LAUNCH_ELEMS:

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ import torch
 from ..accelerator import accelerator_type, is_accelerator, is_on_accelerator
 from ..bindings import DTYPE_CODES, IN_SECTION
 from ..distributed.sharding import UNSHARDED, Partition
+from ..engine.accelerator_codes import ParamCodes
 from ..engine.accelerator_copies import AcceleratorCopy
-from ..engine.decoded import Decoded
+from ..engine.decoded_states import DecodedStates
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..grad_modes import no_autograd
 from .decoded_entry import DecodedEntry
@@ -54,7 +56,8 @@ class ParamState:
     images_only: bool = False  # the devices access neither parameter nor gradient: both travel as images
     state_device: torch.device = CPU  # where the states are: the host (the devices' windows), or the accelerator
     accelerator_copy: AcceleratorCopy | None = None  # of its states, in addition to the devices'
-    decoded: Decoded | None = None  # access to decoded states; None: states have windows
+    decoded: DecodedStates | None = None  # access to decoded states; None: states have windows
+    codes: ParamCodes | None = None  # its states, if they are codes on the accelerator alone
     kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, on which codes depend
     is_new: bool = False  # no states yet: the step in flight starts from the parameter
     alive: bool = True  # False: the parameter has moved to another place
@@ -159,14 +162,16 @@ class ParamState:
     def leave(self) -> None:
         """Drop everything that takes memory: the parameter has left. Only the manifest's facts about its place stay."""
         self.param = torch.empty(self.own_master.shape, dtype=self.param.dtype, device="meta")
-        self.part, self.alive, self.windows, self.shown, self.decoded = UNSHARDED, False, {}, {}, None
+        self.part, self.alive, self.windows, self.shown = UNSHARDED, False, {}, {}
+        self.decoded = self.codes = None
         self.own_master = self.own_master.to("meta")
         self.reach = replace(self.reach, local=self.own_master)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the states on the accelerator, without the parameter if it is its own master."""
-        return sum(self.windows[name].nbytes for name in self.sections[self.in_place :])
+        tensors = (self.windows[name] for name in self.sections[self.in_place :])
+        return self.codes.nbytes if self.codes else sum(tensor.nbytes for tensor in tensors)
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
         """Give the place to `p`, which has replaced the present parameter in the model. Call `refresh()` next."""
@@ -219,9 +224,10 @@ class ParamState:
         before, now = self.reach, Reach.of(self, grad_dtype)
         if now.pointer != before.pointer:
             self.version = -1  # counts as written until a step is complete
-        if self.is_coded and self.decoded and self.decoded.resident:
-            own = flat(now.local) if now.direct_dtype else None
-            self.decoded.set_location(self.index, own, fresh=before.pointer == -1)
+        if self.is_coded and self.decoded:
+            in_place = flat(now.local) if now.direct_dtype else None
+            in_order = partial(_in_order, now.local, self.stride)
+            self.decoded.relocate(self.index, in_place, in_order, fresh=before.pointer == -1)
         if now.in_place:
             self.set_window("master", now.local)
         elif before.in_place:  # move the master, which may have more bits, to its own storage
@@ -386,6 +392,10 @@ class ParamState:
         else:
             source.param_is_read = self.is_new or self.master_source != IN_SECTION
         return source
+
+
+def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return flat(ordered(local.detach(), stride))
 
 
 def check_param(p: torch.Tensor, name: str) -> None:

@@ -112,7 +112,7 @@ class StateMap:
                     place = Place(extent, local.shape, local.stride(), rule_name, initial[id(p)], on_accelerator)
                     param_state = self.add(engine, p, part, name, place)
                     if states and copies:
-                        accelerated.set_copy(engine, param_state, states.values())
+                        accelerated.set_copy(engine, param_state, states)
                     param_state.refresh(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # describe parameters with places even after an error
@@ -187,6 +187,9 @@ class StateMap:
                 entry = self.state.get(param_state.param) or {}
                 seed = engine.devices.keeps_state or param_state.on_accelerator
                 clipped += param_state.fill(entry, seed=seed, fresh=fresh)
+                if param_state.codes:
+                    engine.states.accelerator_codes.write(param_state.index)
+                    continue
                 # Without commits, decoded states need not be written together: write batches, to limit memory.
                 waiting_bytes += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
                 if waiting_bytes > STATES_WAITING and not engine.durable:
@@ -311,6 +314,7 @@ class StateMap:
                 self.unfilled.pop(param_state, None)
                 engine.committer.drop_residual(param_state.index)
                 accelerated.drop_copy(engine, param_state)
+                engine.states.accelerator_codes.forget(param_state.index)
                 param_state.leave()
             indices = [param_state.index for param_state in gone]
             engine.windows.forget({*indices})

@@ -13,14 +13,17 @@ import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..accelerator import on, record_event, wait_for
+from ..compression.dense import DenseTopK, sent_buffer
+from ..engine.accelerator_codes import ParamCodes
 from ..engine.placing.updaters import AcceleratorUpdater, updater_of
 from ..engine.trace import Span
 from ..errors import CSDMemoryError
+from ..kernels.codes import CodesRow
 from ..kernels.update import UpdateRow
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
@@ -35,23 +38,83 @@ class AcceleratorUpdate:
     source: GradSource
     rule: int
     constants: Sequence[float]
+    key: int = 0  # of codes: see CodesRow
+    topk: DenseTopK | None = None  # None: the gradient is dense
 
     @property
     def device(self) -> torch.device:
         return self.source.param.device
 
-    def row(self) -> UpdateRow:
+    @property
+    def index(self) -> int:
+        return self.param_state.index
+
+    @property
+    def codes(self) -> ParamCodes | None:
+        """The states, if they are codes."""
+        copy = self.param_state.accelerator_copy
+        return copy.codes if copy else self.param_state.codes
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """The memory of the states. Writes change no version counter: the step counts them.
+
+        fp32: one tensor per state, 1-D, the master first.
+        """
+        state = self.param_state
+        if codes := self.codes:
+            return [codes.memory]
+        if state.accelerator_copy:
+            return state.accelerator_copy.states
+        return [flat(state.windows[name].data) for name in state.sections]
+
+    def row(self) -> UpdateRow | CodesRow:
         """Return the tensors of the update. The gradient may be on another device, if the parameter was moved."""
         state, source = self.param_state, self.source
-        param = None if state.in_place else source.param.data
-        return UpdateRow(source.grad, source.grad_dtype, _states(state), param, self.constants)
+        if codes := self.codes:
+            param, sections = source.param.data, codes.sections
+            return CodesRow(source.grad, source.grad_dtype, param, sections, self.constants, self.key)
+        param_or_none = None if state.in_place else source.param.data
+        return UpdateRow(source.grad, source.grad_dtype, self.states, param_or_none, self.constants)
+
+    def start(self) -> None:
+        """Set the initial states. Other devices make theirs when they first update a parameter."""
+        if codes := self.codes:
+            codes.start(self.source.param)
+            return
+        master, *others = self.states
+        master.copy_(self.source.param)
+        for state in others:  # a copy may still have the values of an undone step
+            state.zero_()
 
 
-def _states(param_state: ParamState) -> list[torch.Tensor]:
-    """Return the states, 1-D fp32, master first. Writes change no version counter: the step counts them."""
-    if param_state.accelerator_copy:
-        return param_state.accelerator_copy.states
-    return [flat(param_state.windows[name].data) for name in param_state.sections]
+class Before(NamedTuple):
+    """What an undo needs of one parameter. Keeps no gradient alive."""
+
+    param_state: ParamState
+    copies: list[tuple[torch.Tensor, torch.Tensor]]  # memory of states and residual, and copies from before the step
+    param: torch.Tensor | None  # its copy, if the states are complete together with the parameter alone
+    edits: dict[str, torch.Tensor]  # states that the program had written, by name
+
+    @classmethod
+    def of(cls, u: AcceleratorUpdate, edits: dict[str, torch.Tensor]) -> Before:
+        # A copy needs no backup: the devices have the same states.
+        changed = [] if u.param_state.accelerator_copy else u.states
+        if u.topk and u.topk.residual is not None:
+            changed = [*changed, u.topk.residual]
+        param = u.source.param.clone() if u.param_state.codes else None
+        return cls(u.param_state, [(now, now.clone()) for now in changed], param, edits)
+
+    def undo(self) -> None:
+        state = self.param_state
+        for now, kept in self.copies:
+            now.copy_(kept)
+        if state.accelerator_copy:
+            state.accelerator_copy.is_known = False
+        if state.codes and state.decoded:
+            state.decoded.drop([state.index])
+            if self.edits:
+                state.decoded.replace(state.index, self.edits)
 
 
 @contextlib.contextmanager
@@ -121,9 +184,11 @@ class AcceleratorUpdates:
         self.has_updates: bool = bool(updates)
         self.launched: bool = False
         self.params: int = 0  # elements of the parameters whose updates were queued
-        self._updates = {u.param_state.index: u for u in updates}
-        self._rows: dict[int, UpdateRow] = {}  # by row: what allocate() has prepared
-        self._before: list[tuple[ParamState, list[torch.Tensor]]] = []
+        self._updates = {u.index: u for u in updates}
+        self._rows: dict[int, UpdateRow | CodesRow] = {}  # by row: what allocate() has prepared
+        self._before: dict[int, Before] = {}  # by row
+        self._coded = [u.param_state for u in updates if u.param_state.codes]
+        self._encoded: dict[int, tuple[ParamCodes, torch.Tensor]] = {}  # by row: codes and parameter, with edits
         self._queued: list[Queued] = []
         self._to_queue: Iterator[None] = iter(())  # queues one part per next()
         self._events: dict[int, Any] = {}  # by row: the event after which a queued row is updated
@@ -134,17 +199,17 @@ class AcceleratorUpdates:
         self._devices = [*by_device]
         self._streams = {d: torch.accelerator.current_stream(d) for d in by_device}  # scratch memory is theirs
         for u in updates:
-            if u.param_state.is_new:  # initial states; other devices make theirs when they first update a parameter
-                master, *others = _states(u.param_state)
-                master.copy_(u.source.param)
-                for state in others:  # a copy may still have the values of an undone step
-                    state.zero_()
+            if u.param_state.is_new:
+                u.start()
         with _raising_memory_error():
+            self._sent = {d: sent_buffer([u.topk for u in here if u.topk], d) for d, here in by_device.items()}
             self._updaters: dict[torch.device, AcceleratorUpdater] = {}
             for device, here in by_device.items():
                 rounded = [u.source.grad_dtype for u in here if u.source.grad.dtype is not u.source.grad_dtype]
                 largest, rounds_to = max(u.param_state.numel for u in here), rounded[0] if rounded else None
-                self._updaters[device] = updater_of(device, {u.rule for u in here}, largest, rounds_to, exact=exact)
+                coded = {u.rule for u in here if u.codes}
+                rules = {u.rule for u in here if not u.codes}
+                self._updaters[device] = updater_of(device, rules, largest, rounds_to, exact=exact, coded=coded)
         self._nonfinite = [updater.nonfinite for updater in self._updaters.values()]
 
     @property
@@ -158,12 +223,17 @@ class AcceleratorUpdates:
             self._allocate(u)
 
     def _allocate(self, u: AcceleratorUpdate) -> None:
+        state = u.param_state
+        edits = state.decoded.edits(state.index) if state.codes and state.decoded else {}
         with _raising_memory_error():
             if self.undoes:
-                # A copy needs no backup: the devices have the same states.
-                before = [] if u.param_state.accelerator_copy else [state.clone() for state in _states(u.param_state)]
-                self._before.append((u.param_state, before))
-            self._rows[u.param_state.index] = self._updaters[u.device].prepare(u.row())
+                self._before[u.index] = Before.of(u, edits)
+            if edits and state.codes:
+                self._encoded[u.index] = state.codes.encoded(u.source.param, edits)
+            row = self._rows[u.index] = u.row()
+            if not u.topk:
+                grad = self._updaters[u.device].prepare(row.grad, row.link_dtype)
+                self._rows[u.index] = row._replace(grad=grad)
 
     def begin(self, *, timed: bool) -> None:
         """Get ready to queue the updates, on the streams that are current then. `timed`: see Queued."""
@@ -214,19 +284,36 @@ class AcceleratorUpdates:
         self._queued.append(queued)
 
     def _update(self, updates: Sequence[AcceleratorUpdate]) -> Iterator[None]:
-        """Queue updates part by part: those of one device and rule together, in the order of `updates`."""
-        alike: dict[tuple[torch.device, int], list[int]] = {}
+        """Queue updates part by part: those of one device and rule together, in the order of `updates`.
+
+        Those with Top-K come one after another, as they share memory for what is sent of their gradients.
+        """
+        alike: dict[tuple[torch.device, int, bool, int], list[AcceleratorUpdate]] = {}
         for u in updates:
-            alike.setdefault((u.device, u.rule), []).append(u.param_state.index)
-        for (device, rule), indices in alike.items():
-            rows = [self._rows.pop(index) for index in indices]
-            left = iter(zip(indices, rows, strict=True))
-            for complete in self._updaters[device].queue(rule, rows):
+            alike.setdefault((u.device, u.rule, u.codes is not None, u.index if u.topk else -1), []).append(u)
+        for (device, rule, is_coded, _), some in alike.items():
+            rows = [self._row_to_queue(u) for u in some]
+            left = iter(zip(some, rows, strict=True))
+            updater = self._updaters[device]
+            queued = updater.queue_codes(rule, rows) if is_coded else updater.queue(rule, rows)
+            for complete in queued:
                 event = record_event(torch.accelerator.current_stream(device)) if complete else None
-                for index, row in itertools.islice(left, complete):
+                for u, row in itertools.islice(left, complete):
                     self.params += row.grad.numel()
-                    self._events[index] = event
+                    self._events[u.index] = event
                 yield
+
+    def _row_to_queue(self, u: AcceleratorUpdate) -> Any:
+        """Return an update's tensors, an UpdateRow or CodesRow, once what the update begins with is queued."""
+        row = self._rows.pop(u.index)
+        if u.index in self._encoded:
+            codes, param = self._encoded.pop(u.index)
+            u.states[0].copy_(codes.memory)
+            u.source.param.data.copy_(param)
+        if not u.topk:
+            return row
+        sent = u.topk.send(row.grad.to(u.device), self._sent[u.device])
+        return row._replace(grad=self._updaters[u.device].prepare(sent, sent.dtype), link_dtype=sent.dtype)
 
     def release_scratch(self) -> list[int]:
         """Free scratch memory and references to gradients, once all is queued. Returns the rows that are updated."""
@@ -234,13 +321,20 @@ class AcceleratorUpdates:
         self._to_queue = iter(())
         self._updates.clear()
         self._rows.clear()
+        self._encoded.clear()
+        self._sent.clear()
         self._updaters.clear()
         return rows
 
     @property
     def changed(self) -> list[ParamState]:
         """The parameters whose states undo() restores."""
-        return [param_state for param_state, _ in self._before] if self.launched else []
+        return [before.param_state for before in self._before.values()] if self.launched else []
+
+    def old_param(self, param_state: ParamState) -> torch.Tensor:
+        """Return a parameter as it was before the step, 1-D, once undo() has restored its states."""
+        before = self._before.get(param_state.index)
+        return flat(param_state.master) if before is None or before.param is None else before.param
 
     def undo(self) -> None:
         """Restore the states from before queue_next(). The caller restores the parameters.
@@ -248,17 +342,19 @@ class AcceleratorUpdates:
         May run on any thread and stream: waits for everything that was queued. Call wait() afterwards.
         """
         self.wait()
-        for param_state, before in self._before:
-            if param_state.accelerator_copy:
-                param_state.accelerator_copy.is_known = False
-                continue
-            for state, kept in zip(_states(param_state), before, strict=True):
-                state.copy_(kept)
+        for before in self._before.values():
+            before.undo()
 
     def wait(self) -> None:
         """Return when everything queued on the accelerators, by anyone, is done."""
         for device in self._devices:
             torch.accelerator.synchronize(device)
+
+    def complete(self) -> None:
+        """Note that the step is complete: decoded states of what it has updated are those from before it."""
+        for param_state in self._coded:
+            if param_state.decoded and param_state.index in self._events:
+                param_state.decoded.drop([param_state.index])
 
     def end(self) -> None:
         """Free all memory: the updates can no longer be undone."""

@@ -10,6 +10,8 @@ from ..bindings import GRAD_SCALE
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..engine.engine import Engine
+from ..params.grad_source import GradSource
+from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from .spec import StepSpec
@@ -38,15 +40,23 @@ def images_of(
         for row in engine.tiles.pieces_of(tile)["param"].tolist():
             if table["grad"][row] and row not in sources:
                 sources[row] = state_map.by_index[row].source(spec.grads[row], spec.plan.grad_dtype)
-    # Top-K settings from the table: for images the ring selects the entries, not the engine.
+    # For images the ring selects the entries, not the engine.
     for row, source in sources.items():
-        if share := float(table["topk"][row]):
-            residual = state_map.by_index[row].residual if table["residual"][row] else None
-            source.topk = TopK(
-                share,
-                entry_dtype(source.grad.dtype, spec.plan.grad_dtype),
-                None if residual is None else flat(residual),
-                float(spec.hypers["c"][table["hyper"][row], GRAD_SCALE]),
-                int(table["seed"][row]),
-            )
+        if row not in supplied.copies:
+            source.topk = topk_of(state_map.by_index[row], source, spec)
     return images
+
+
+def topk_of(state: ParamState, source: GradSource, spec: StepSpec) -> TopK | None:
+    """Return how a step's table says that a gradient is compressed; None: it is dense."""
+    row = spec.table[state.index]
+    if not row["topk"]:
+        return None
+    residual = state.residual if row["residual"] else None
+    return TopK(
+        float(row["topk"]),
+        entry_dtype(source.grad.dtype, spec.plan.grad_dtype),
+        None if residual is None else flat(residual),
+        float(spec.hypers["c"][row["hyper"], GRAD_SCALE]),
+        int(row["seed"]),
+    )

@@ -24,7 +24,7 @@ from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..distributed.grad_norm import Parts
 from ..engine.engine import Engine
-from ..errors import CSDRuntimeError, CSDValueError
+from ..errors import CSDRuntimeError
 from ..muon.newton_schulz import Orthogonal, check_matrix
 from ..params.entries import drop_left_behind
 from ..params.grad_source import GradSource
@@ -201,9 +201,6 @@ def specify(
     if may_have_residual:
         residual_mask[:] = [state.residual is not None for state in plan.param_states]
     topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
-    if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
-        final = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, 0)
-        _check_accelerated(plan, final, residual_mask)
     with_residual = _compress(plan, grads, steps, topk, table, sources, options)
     orthogonal = _orthogonal(rule_of, plan, groups, groups_of)
     by_row = {state.index: g for state, g in zip(plan.param_states, grads, strict=True)}
@@ -367,21 +364,6 @@ def _locate_gradients(
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources
-
-
-def _check_accelerated(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:
-    """Raise CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
-    for state, share, has_residual in zip(plan.param_states, topk.tolist(), residual_mask.tolist(), strict=True):
-        is_accelerated = state.on_accelerator or state.accelerator_copy
-        if is_accelerated and has_residual:
-            raise CSDValueError(
-                f"parameter {state.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, "
-                "and no gradient is sent there; error_feedback=False drops it"
-            )
-        if is_accelerated and share:
-            raise CSDValueError(
-                f"topk of parameter {state.name}: gpu: has its states, and nothing is sent; leave topk out"
-            )
 
 
 def _fill_codes(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from ..accelerator import is_on_accelerator
+from ..compression.dense import DenseTopK
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
+from ..params.param_state import ParamState
 from ..params.state_map import StateMap
+from ..store.layout import plan_extent
 from .accelerator_updates import NO_UPDATES, AcceleratorUpdate, AcceleratorUpdates, parameters_of_new
 from .all_gather import ParamAllGather
-from .images import images_of
+from .images import images_of, topk_of
 from .spec import StepPlan, StepSpec
 from .staging import NO_STAGING, StagingRing, slots_for
 from .supplied_states import SuppliedStates, supplied_states
@@ -25,6 +32,8 @@ class StepResources:
         self.gather: ParamAllGather = ParamAllGather()  # of the plan's parameters that ranks share
         self._plan: StepPlan | None = None  # for which `gather` was made
         self.carriers: dict[Ranks, Ranks] = {}  # process groups that replace the ranks' own in that exchange
+        # By the first parameter of an extent whose states are on the accelerator alone: see _parts_of().
+        self._planned: dict[int, np.ndarray[Any, Any]] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -49,7 +58,7 @@ class StepResources:
             passes = TwoPasses(engine, spec, tiles, self._ranks, foreseen=foreseen)
         travel = Travel(engine, spec, tiles, supplied, images, ring, passes, self._gather(engine, spec.plan))
         if not foreseen:
-            travel.accelerated = _accelerator_updates(travel, one_by_one=one_by_one)
+            travel.accelerated = self._accelerator_updates(travel, one_by_one=one_by_one)
             if supplied.updated:
                 supplied.accelerated = travel.accelerated
         return travel
@@ -60,7 +69,7 @@ class StepResources:
         slots = slots_for(engine)
         if self.ring.tile_elems < tile_elems or len(self.ring.slots) < slots or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, slots, pinned=pinned)
-        self.ring.make_room_for_states(supplied.tile_sections)
+        self.ring.make_room_for_states(supplied.slot_bytes(engine))
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather:
@@ -93,22 +102,56 @@ class StepResources:
         written = travel.spec.written or engine.truth.is_written or engine.decoded.masters_written
         return not (has_residuals or written)
 
+    # ---- updates on the accelerator ------------------------------------------------------
 
-def _accelerator_updates(travel: Travel, *, one_by_one: bool) -> AcceleratorUpdates:
-    """Prepare the updates on the accelerator. `one_by_one`: as in StepResources.prepare(). Raises CSDMemoryError."""
-    engine, spec, supplied, updates = travel.engine, travel.spec, travel.supplied, []
-    for state in spec.plan.param_states:
-        if state.numel and (state.on_accelerator or state.index in supplied.updated):
-            rule, constants = spec.hypers[spec.table["hyper"][state.index]].tolist()
-            updates.append(AcceleratorUpdate(state, spec.sources[state.index], rule, constants))
-    if not updates:
-        return NO_UPDATES
-    assert engine.accelerator
-    if supplied.updated:
-        updates = supplied.in_order(updates)
-        spec.outside_values |= parameters_of_new(updates)
-    undoes = engine.copies > 1 or bool(supplied.updated)
-    accelerated = AcceleratorUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
-    if not one_by_one:
-        accelerated.allocate()
-    return accelerated
+    def _accelerator_updates(self, travel: Travel, *, one_by_one: bool) -> AcceleratorUpdates:
+        """Prepare the updates on the accelerator. `one_by_one`: see prepare(). Raises CSDMemoryError."""
+        engine, spec, supplied = travel.engine, travel.spec, travel.supplied
+        updates = [
+            self._accelerator_update(engine, spec, state)
+            for state in spec.plan.param_states
+            if state.numel and (state.on_accelerator or state.index in supplied.updated)
+        ]
+        if not updates:
+            return NO_UPDATES
+        assert engine.accelerator
+        if supplied.updated:
+            updates = supplied.in_order(updates)
+            spec.outside_values |= parameters_of_new(updates)
+        undoes = engine.copies > 1 or bool(supplied.updated)
+        accelerated = AcceleratorUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
+        if not one_by_one:
+            accelerated.allocate()
+        return accelerated
+
+    def _accelerator_update(self, engine: Engine, spec: StepSpec, state: ParamState) -> AcceleratorUpdate:
+        row, source = spec.table[state.index], spec.sources[state.index]
+        rule, constants = spec.hypers[row["hyper"]].tolist()
+        key = (int(row["seed"]) * 0x9E3779B9 + int(row["first"])) % (1 << 32)  # key_of() of native/src/device.h
+        topk = topk_of(state, source, spec)
+        parts = DenseTopK(topk, self._parts_of(engine, state)) if topk else None
+        return AcceleratorUpdate(state, source, rule, constants, key, parts)
+
+    def _parts_of(self, engine: Engine, state: ParamState) -> list[tuple[int, int]]:
+        """Return first element and length of each part of a parameter, from which Top-K selects.
+
+        Parameters without tiles have the parts that they would have in tiles of the devices.
+        """
+        pieces = engine.tiles.by_param.of(state.index)
+        if state.on_accelerator:
+            extent = engine.tiles.extent_with(state.index)
+            first = extent.first_param
+            if first not in self._planned:
+                numels = [self._state_map.by_index[first + i].numel for i in range(len(extent.numels))]
+                self._planned[first] = plan_extent(
+                    numels,
+                    len(engine.devices.specs),
+                    first_param=first,
+                    sections=extent.sections,
+                    codec=extent.codec,
+                    param_dtype=extent.param_dtype,
+                    tile_elems=engine.tile_elems,
+                ).pieces
+            planned = self._planned[first]
+            pieces = planned[planned["param"] == state.index]
+        return [*zip(pieces["param_first"].tolist(), pieces["elems"].tolist(), strict=True)]

@@ -48,7 +48,7 @@ class StagingBuffer:
     entries: torch.Tensor  # int32: grows to what the fullest tile so far needed
     n_entries: int = 0  # room for a tile's entries, in words, plus one word for their number; 0: no entries
     before: torch.Tensor | None = None  # uint8, as `param`: old parameters of an accelerator, see keeps_old()
-    states: torch.Tensor | None = None  # fp32: all sections of a tile; only where an accelerator gives states
+    states: torch.Tensor | None = None  # uint8, a slot of a tile; only where an accelerator gives states
     has_states: bool = False
     # For an engine that takes_in_place: by piece of the tile, addresses of gradient and parameter; 0: in the image.
     # None: everything is in the images.
@@ -96,12 +96,11 @@ class StagingRing:
         self._sparse = SparseTiles()
         self._supplied = NO_SUPPLIED  # of the step under way
 
-    def make_room_for_states(self, sections: int) -> None:
-        """Make the slots large enough for the states of tiles with that many sections: see SuppliedStates."""
-        elems = sections * self.tile_elems
+    def make_room_for_states(self, nbytes: int) -> None:
+        """Make the buffers large enough for the states of a tile with that many bytes: see SuppliedStates."""
         for slot in self.slots:
-            if elems > (0 if slot.states is None else len(slot.states)):
-                slot.states = self._buffer(elems, torch.float32)
+            if nbytes > (0 if slot.states is None else len(slot.states)):
+                slot.states = self._buffer(nbytes, torch.uint8)
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(n, dtype=dtype, device="cpu", pin_memory=self.pinned)

@@ -36,10 +36,10 @@ class SuppliedStates:
     def devices(self) -> set[torch.device]:
         return {copy.device for copy in self.copies.values()}
 
-    @property
-    def tile_sections(self) -> int:
-        """The largest number of state sections of any row."""
-        return max((len(copy.states) for copy in self.copies.values()), default=0)
+    def slot_bytes(self, engine: Engine) -> int:
+        """The largest number of bytes of a tile with supplied states."""
+        extents = {e for e, _, _ in engine.tiles.by_place(self.tiles)}
+        return max((engine.tiles.extents[e].slot_bytes for e in extents), default=0)
 
     def in_order(self, updates: Sequence[AcceleratorUpdate]) -> list[AcceleratorUpdate]:
         """Return `updates` in the order in which tiles need them."""
@@ -54,9 +54,9 @@ class SuppliedStates:
     def fill(self, states: torch.Tensor, engine: Engine, tile: int, streams: Mapping[torch.device, Any]) -> bool:
         """Begin to copy a tile's supplied states, on `streams`. Returns False if the tile has none.
 
-        `states`: destination, fp32, the sections of the tile one after another.
+        `states`: destination, uint8, in the layout of a slot.
         """
-        elems, has_given = engine.tiles.elems_of(tile), False
+        places, has_given = engine.tiles.extent_of(tile).slot, False
         for row, _, first, in_tile, n in engine.tiles.pieces_of(tile).tolist():
             if (copy := self.copies.get(row)) is None:
                 continue
@@ -64,9 +64,9 @@ class SuppliedStates:
             if row in self.updated:
                 stream.wait_event(self.accelerated.event(row))
             with on(stream):
-                for s, state in enumerate(copy.states):
-                    states[s * elems + in_tile :][:n].copy_(state[first : first + n], non_blocking=True)
-                    self.nbytes += 4 * n
+                for at, section in copy.pieces(places, first, in_tile, n):
+                    states[at : at + len(section)].copy_(section, non_blocking=True)
+                    self.nbytes += len(section)
         return has_given
 
     def mark(self, table: np.ndarray[Any, Any]) -> None:
@@ -93,8 +93,11 @@ def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any])
         return NO_SUPPLIED
     edited = engine.truth.note_written()  # tiles whose copies on the accelerator are out of date now
     with_grad = [state for state in spec.plan.param_states if state.accelerator_copy and state.numel]
-    # The devices update a parameter that was moved off the accelerator, like any other.
-    updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
+    # The devices update a parameter that was moved off the accelerator, like any other; and one with codes if the
+    # program has set it or its states, as they know which of the two counts.
+    set_outside = {state.index for state in spec.written if state.is_coded}
+    set_outside.update(engine.decoded.written(), engine.decoded.masters_written)
+    updated = {s.index: s for s in with_grad if _is_on_copy_device(s) and s.index not in set_outside}
     copies.forget([state.index for state in with_grad if state.index not in updated])
     if not updated:
         return NO_SUPPLIED

@@ -213,5 +213,6 @@ class Travel:
     def complete(self) -> None:
         """Note that the step is complete, and update the residuals of Top-K."""
         self.supplied.keep()
+        self.accelerated.complete()
         self.accelerated.commit_bytes = self.supplied.nbytes
         self.ring.feed_back()

@@ -206,7 +206,8 @@ class Undo:
             del self._in_tiles[tile]
         for state in self._on_accelerator:
             outside = self._outside_value(state)
-            self._set(state, 0, flat(state.master) if outside is None else outside, is_outside=outside is not None)
+            values = self._travel.accelerated.old_param(state) if outside is None else outside
+            self._set(state, 0, values, is_outside=outside is not None)
         self._on_accelerator.clear()
 
     def _restore_tile(self, tile: int, spans: Sequence[ParamSpan]) -> None:
@@ -217,7 +218,7 @@ class Undo:
             if outside is not None:
                 values = outside[first : first + n]
             elif state.decoded:
-                values = state.decoded.master(state.index, tile, first, in_tile, n)
+                values = self.engine.decoded.master(state.index, tile, first, in_tile, n)
             else:
                 if masters is None:
                     masters = self.engine.states.read_masters(tile, max(span.in_tile + span.n for span in spans))

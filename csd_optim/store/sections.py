@@ -22,6 +22,7 @@ from ..bindings import CODECS
 
 PAGE = 4096  # each section begins on a page
 GROUP = 64  # elements that share an exponent
+CHECKS, CHECK_BYTES = "checks", 4  # see sections_beside_param()
 FP32, EIGHT_BIT, ROOT, LINEAR = CODECS
 STATE_DTYPES = (FP32, EIGHT_BIT)  # the user's choices; the codec of 8-bit states depends on the rule
 # The codec of each rule's 8-bit states; all other rules have fp32 states only.
@@ -56,7 +57,7 @@ class Section(NamedTuple):
         return -(-n * self.group_bytes // GROUP)
 
 
-def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:
+def section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:
     """Return the name of each section, and its bytes per 64 elements."""
     if codec == FP32:
         return [(name, 4 * GROUP) for name in states]
@@ -68,13 +69,22 @@ def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype |
     return master + moments + peak
 
 
+def sections_beside_param(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:
+    """Return what section_sizes() returns for codes in memory whose first section is the parameter itself.
+
+    The section `checks` has a checksum of each group of a 16-bit parameter, which reveals values set from outside.
+    """
+    sizes = section_sizes(states, codec, param_dtype)[1:]
+    return sizes if param_dtype == torch.float32 else [*sizes, (CHECKS, CHECK_BYTES)]
+
+
 @lru_cache
 def slot_of(
     elems: int, states: tuple[str, ...], codec: str = FP32, param_dtype: torch.dtype | None = None
 ) -> tuple[Section, ...]:
     """Return the sections of a slot of a tile of `elems` elements with these states. `param_dtype`: only with codes."""
     found: list[Section] = []
-    for name, group_bytes in _section_sizes(states, codec, param_dtype):
+    for name, group_bytes in section_sizes(states, codec, param_dtype):
         size = -(-elems * group_bytes // (GROUP * PAGE)) * PAGE
         found.append(Section(name, group_bytes, size_of(found), size))
     return tuple(found)
@@ -93,7 +103,7 @@ def size_of(sections: Sequence[Section]) -> int:
 
 def elem_bytes(states: Sequence[str], codec: str = FP32, param_dtype: torch.dtype | None = None) -> float:
     """Return the bytes of an element in a slot, without the padding of sections."""
-    return sum(group_bytes for _, group_bytes in _section_sizes(states, codec, param_dtype)) / GROUP
+    return sum(group_bytes for _, group_bytes in section_sizes(states, codec, param_dtype)) / GROUP
 
 
 def codec_supports(codec: str, states: Iterable[str], param_dtype: object) -> bool:

@@ -3,24 +3,11 @@
 //
 // Subnormal numbers are zero, as in native/src/float_mode.h: by the processor itself, or with CSD_SOFT by soft.h.
 #pragma once
-#ifdef CSD_SOFT
-#include "soft_rules.h"
-#define CSD_SPACE soft
-using Number = Flushed;
-inline float value_of(Number x) { return x.v; }
-#else
-#include "rules.h"
-#define CSD_SPACE
-using Number = float;
-inline float value_of(Number x) { return x; }
-#endif
+#include "numbers.h"
 #include "values.h"
 
 /* cdef */
-enum {
-  kRows = 39,        /* parameters per launch: the arguments of a launch take at most 4096 bytes */
-  kBlockElems = 4096 /* elements of a parameter that a block updates */
-};
+enum { kRows = 39 }; /* parameters per launch: the arguments of a launch take at most 4096 bytes */
 
 typedef struct UpdateRow {
   const void *grad;
@@ -48,10 +35,7 @@ KERNEL update(const UpdateArgs a) {
   for (uint32_t half = 32; half; half /= 2)
     if (r + half < a.rows && a.row[r + half].first <= blockIdx.x) r += half;
   const UpdateRow &row = a.row[r];
-  CSD_SPACE::csd_hyper hyper;
-  hyper.rule = CSD_NUMBER;  // a constant for the compiler
-  for (int c = 0; c < 9; c++) hyper.c[c] = row.hyper.c[c];
-  const CSD_SPACE::CSD_RULE rule(hyper);
+  const CSD_SPACE::CSD_RULE rule(hyper_of<CSD_NUMBER>(row.hyper));
   bool whole = is_multiple(row.grad, kFour * bytes_of(row.grad_dtype)) &&
                is_multiple(row.param, kFour * bytes_of(row.param_dtype));
   for (int s = 0; s < CSD_SECTIONS; s++) whole = whole && is_multiple(row.state[s], sizeof(float) * kFour);

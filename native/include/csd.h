@@ -264,7 +264,7 @@ enum csd_master {
   CSD_UNCOMPARED = 5,
   /* Computed by the caller, like all other states: the tile is pushed with all states as they are after the step, with
    * or without a gradient (csd_push.states), and the caller updates the parameter. A tile whose states are all supplied
-   * is not read. For fp32 states only, on files and in memory with two slots */
+   * is not read. On files and in memory with two slots */
   CSD_SUPPLIED = 6
 };
 
@@ -518,8 +518,8 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
                       float *const *states, csd_error *error);
 
-/* Reads the first `sections` sections of a tile's current fp32 states, one after another, as the next step would begin
- * with them. This includes what the user has written to the windows. Of what is read from the device, the first `elems`
+/* Reads the first `sections` sections of a tile's current slot, as the next step would begin with them. This includes
+ * what the user has written to the windows. Codes are read as they are, but not on a resident device. Of what is read from the device, the first `elems`
  * elements of each section are verified against their checksums (CSD_EDAMAGED). A device that fails is reported as
  * CSD_EIO, even if the states have to be read through a window. Waits for writes. Not allowed during a step. */
 int csd_engine_read(csd_engine *engine, uint32_t tile, uint32_t sections, uint64_t elems, void *states,

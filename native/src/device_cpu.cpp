@@ -49,15 +49,21 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
   return span;
 }
 
+// Copies the supplied states of elements [first, first + n) of the tile. Codes come in whole groups.
+void copy_supplied(uint64_t first, uint64_t n, const Tile &tile, char *const *sections, const Work &work) {
+  const uint64_t in_groups = (n + 63) / 64 * 64;
+  for (uint32_t s = 0; s < tile.layout.n(); s++) {
+    const uint64_t at = tile.layout.coded() ? tile.layout.bytes_of(s, first) : 4 * first;
+    const uint64_t bytes = tile.layout.coded() ? tile.layout.bytes_of(s, in_groups) : 4 * n;
+    memcpy(sections[s] + at, work.states + tile.layout.first(s) + at, bytes);
+  }
+}
+
 void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   const Work &work, Entries &entries, Counts &counts) {
   const csd_param &p = work.params[piece.param];
   const Sections of = work.sections;
-  if (is_supplied(piece, work)) {
-    for (uint32_t s = 0; s < tile.layout.n(); s++)
-      memcpy(floats(sections[s], first), work.states + tile.layout.first(s) + 4 * first, 4 * n);
-    return;
-  }
+  if (is_supplied(piece, work)) return copy_supplied(first, n, tile, sections, work);
   copy_edited(p, piece.param_first + first - piece.tile_first, n, of, sections, first);
   if (!grad_of(piece, tile, work)) return;
   alignas(64) float scratch[kBlock];
@@ -137,6 +143,7 @@ void encode_in_place(const csd_param &p, uint64_t first, uint64_t n, const Tile 
 
 void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   const Work &work, Entries &entries, Counts &counts) {
+  if (is_supplied(piece, work)) return copy_supplied(first, n, tile, sections, work);
   const csd_param &p = work.params[piece.param];
   const bool edited = is_edited(p), in_place = p.master == CSD_IN_PARAM, has_grad = grad_of(piece, tile, work);
   if (!has_grad && !edited) return;

@@ -205,7 +205,7 @@ void Engine::check_rows(const Tile &t, uint32_t pass, const csd_param *rows, uin
     const csd_param &row = rows[param];
     if (t.layout.coded() && row.master == CSD_IN_PARAM && (!t.codes || !row.param))
       refuse(name() + " of codes cannot be its own master here");
-    if (row.master == CSD_SUPPLIED && (t.layout.coded() || device.resident() || !device.reaches_params() || pass != 0))
+    if (row.master == CSD_SUPPLIED && (device.resident() || !device.reaches_params() || pass != 0))
       refuse("states of " + name() + " cannot be given to this device");
     if (pass == 2 && !row.grad != !rows[param - n_params].grad) refuse(name() + " has a gradient in one pass only");
     if (!row.grad) continue;

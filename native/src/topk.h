@@ -49,7 +49,7 @@ uint64_t select(const Part &, Scratch &, const uint16_t **values);
 // Selects the entries of a tile of `elems` elements, of parts in its order.
 void select_entries(const Part *parts, uint64_t n_parts, uint64_t elems, std::vector<uint32_t> &entries);
 
-inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0; }
+inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0 && p.master != CSD_SUPPLIED; }
 
 // Does the step change its residual?
 inline bool feeds_back(const csd_param &p) { return is_sparse(p) && p.topk < 1 && p.residual; }

@@ -45,14 +45,15 @@ def devices_for(device, gpu):
 
 
 @in_small_pieces(128)  # so that more work is queued than the file has tiles
-def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False):
+def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False, state_dtype="fp32"):
     """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
 
     `overlap`: parameters arrive later, and reading one waits for its arrival. With `gpu:` nothing arrives later.
     """
     model = nn.ParameterList(map(nn.Parameter, made(device, dtype, strided)))
     params = [*model]
-    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, gpu), tile_size=TILE, topk=topk)
+    options = {"tile_size": TILE, "topk": topk, "state_dtype": state_dtype}
+    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, gpu), **options)
     if overlap and device != "cpu":
         optimizer.overlap(model)
     launch, goes_on = mode_of(optimizer).launch, []
@@ -72,22 +73,24 @@ def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False):
 
 @pytest.mark.one_schedule
 @pytest.mark.parametrize(
-    ("dtype", "strided", "topk", "gpu", "overlap"),
+    ("dtype", "strided", "topk", "gpu", "overlap", "state_dtype"),
     [
-        (DTYPES[0], False, None, None, False),
-        (DTYPES[2], True, None, None, False),
-        (DTYPES[2], False, 0.1, None, False),
-        (DTYPES[2], True, None, GPU[0], False),
-        (DTYPES[2], True, None, GPU[1], False),
-        (DTYPES[2], False, None, ["gpu:?share=20", "file:"], False),  # more updates than tiles
-        (DTYPES[0], False, None, None, True),
-        (DTYPES[2], True, None, None, True),
-        (DTYPES[2], True, None, GPU[1], True),
+        (DTYPES[0], False, None, None, False, "fp32"),
+        (DTYPES[2], True, None, None, False, "fp32"),
+        (DTYPES[2], False, 0.1, None, False, "fp32"),
+        (DTYPES[2], True, None, GPU[0], False, "fp32"),
+        (DTYPES[2], True, None, GPU[1], False, "fp32"),
+        (DTYPES[2], False, None, ["gpu:?share=20", "file:"], False, "fp32"),  # more updates than tiles
+        (DTYPES[0], False, None, None, True, "fp32"),
+        (DTYPES[2], True, None, None, True, "fp32"),
+        (DTYPES[2], True, None, GPU[1], True, "fp32"),
+        (DTYPES[2], True, None, GPU[1], False, "8bit"),
+        (DTYPES[1], False, None, GPU[0], False, "8bit"),
     ],
     ids=str,
 )
-def test_shares_are_gathered(everywhere, dtype, strided, topk, gpu, overlap):
-    everywhere(shares, dtype, strided, topk, gpu, overlap)
+def test_shares_are_gathered(everywhere, dtype, strided, topk, gpu, overlap, state_dtype):
+    everywhere(shares, dtype, strided, topk, gpu, overlap, state_dtype)
 
 
 def steps_alone(rank, device):
@@ -146,7 +149,7 @@ def test_beside_a_directory(everywhere):
     everywhere(beside_a_directory)
 
 
-def shards(rank, device, dtype, topk, gpu=None):
+def shards(rank, device, dtype, topk, gpu=None, state_dtype="fp32"):
     """Train shards as FSDP2 makes them: each rank updates its rows, and the gradient norm is that of all.
 
     Gradients are integers, whose squares fp32 adds exactly: every device gets the same norm.
@@ -158,7 +161,7 @@ def shards(rank, device, dtype, topk, gpu=None):
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
 
     params = [nn.Parameter(sharded(randn(shape, i))) for i, shape in enumerate([(8, 3), (40, 100), (2, TILE), (4096,)])]
-    options = {"tile_size": TILE, "topk": topk, "max_grad_norm": 1.0}
+    options = {"tile_size": TILE, "topk": topk, "max_grad_norm": 1.0, "state_dtype": state_dtype}
     optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, gpu), **options)
     for k in range(3):
         for i, p in enumerate(params):
@@ -172,9 +175,18 @@ def shards(rank, device, dtype, topk, gpu=None):
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize(("topk", "gpu"), [(None, None), (0.1, None), (None, GPU[1])])
-def test_shards_are_updated(everywhere, topk, gpu):
-    everywhere(shards, DTYPES[2], topk, gpu)
+@pytest.mark.parametrize(
+    ("topk", "gpu", "state_dtype"),
+    [
+        (None, None, "fp32"),
+        (0.1, None, "fp32"),
+        (None, GPU[1], "fp32"),
+        (None, GPU[1], "8bit"),
+        (0.1, GPU[0], "8bit"),
+    ],
+)
+def test_shards_are_updated(everywhere, topk, gpu, state_dtype):
+    everywhere(shards, DTYPES[2], topk, gpu, state_dtype)
 
 
 def fsdp2(rank, device, overlap, gpu, fails):

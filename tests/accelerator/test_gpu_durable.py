@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from support.accelerator_training import Trained, params_on, randn, same
 from support.backends import TESTS, TILE
 from support.inside import engine_of
 from support.on_accelerator import DEVICE, DTYPES, launches_fail
-from support.optimizers import ADAMW, FULL, MIXED
+from support.optimizers import ADAMW, CODED, FULL, MIXED
 from support.replacing import class_with
 from support.stores import flip
 
-from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError, CSDValueError
+from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError
 from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
 
@@ -28,11 +29,18 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("small_pieces")]
 one_schedule = pytest.mark.one_schedule
 
 
+EIGHT_BIT = [
+    replace(ADAMW, kwargs={"state_dtype": "8bit"}),
+    replace(ADAMW, kwargs={"state_dtype": "8bit", "amsgrad": True, "topk": 0.2}),
+]
+TOPK = replace(ADAMW, kwargs={"topk": 0.05})
+
+
 def gpu(directory, room="1GB"):
     return [f"gpu:?room={room}", f"file:{directory}?cache=off"]
 
 
-@pytest.mark.parametrize("pair", [ADAMW, *FULL, MIXED], ids=str)
+@pytest.mark.parametrize("pair", [ADAMW, *FULL, MIXED, *EIGHT_BIT, *CODED, TOPK], ids=str)
 def test_bits_of_directories_alone(pair, tmp_path):
     """The bits are those of directories alone, also after resuming: with `gpu:`, with room for some, and without."""
     some = f"{12 * (3 * TILE + 5) + 12 * 40}"
@@ -111,9 +119,10 @@ def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
 
 @pytest.mark.parametrize("call", ["begin", "pull", "finish", "push", "launch"])
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
+@pytest.mark.parametrize("pair", [ADAMW, EIGHT_BIT[1]], ids=str)
+def test_a_step_that_fails(call, k, pair, tmp_path, monkeypatch):
     """Everything is as before the step, also on the accelerator, and the next call tries again."""
-    here, alone = Trained(gpu(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
+    here, alone = Trained(gpu(tmp_path / "a"), pair=pair), Trained([tmp_path / "b"], "cpu", pair)
     for earlier in range(k):
         here.step(earlier)
         alone.step(earlier)
@@ -143,11 +152,12 @@ def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
 
 
 @one_schedule
-def test_what_is_written_counts(tmp_path):
+@pytest.mark.parametrize("pair", [ADAMW, *EIGHT_BIT, TOPK], ids=str)
+def test_what_is_written_counts(pair, tmp_path):
     """Writes to parameters and states count, also by loading, in loading(), and if one moves to the host and back."""
 
     def run(devices, device):
-        it = Trained(devices, device)
+        it = Trained(devices, device, pair)
         params, opt, seen = it.params, it.opt, []
         for k in range(5):
             it.step(k)
@@ -166,7 +176,9 @@ def test_what_is_written_counts(tmp_path):
                 params[4].grad, params[4].data = None, params[4].data.cpu()
             seen += it.bits()
         it.step(5)
-        params[0].data, params[4].data = params[0].data.bfloat16(), params[4].data.to(device)
+        if pair not in EIGHT_BIT:
+            params[0].data = params[0].data.bfloat16()
+        params[4].data = params[4].data.to(device)
         for k in (6, 7):
             seen += it.step(k).bits()
         return seen
@@ -175,10 +187,12 @@ def test_what_is_written_counts(tmp_path):
 
 
 @one_schedule
-def test_an_edit_outlives_a_step_that_fails(tmp_path, monkeypatch):
-    here, alone = Trained(gpu(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+@pytest.mark.parametrize("pair", [ADAMW, EIGHT_BIT[0]], ids=str)
+def test_an_edit_outlives_a_step_that_fails(pair, tmp_path, monkeypatch):
+    here, alone = (Trained(*of, pair).step(0) for of in ((gpu(tmp_path / "a"), DEVICE), ([tmp_path / "b"], "cpu")))
     for it in (here, alone):
         it.opt.state[it.params[4]]["exp_avg"].fill_(2)
+        it.opt.state[it.params[3]]["master"].mul_(1.5)
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "finish", failing_once(Engine.finish))
             with pytest.raises(CSDOSError):
@@ -301,11 +315,24 @@ def test_auto(gpu, there, seconds, limits, tmp_path):
 
 
 @one_schedule
-def test_what_is_refused(tmp_path):
-    with pytest.raises(CSDValueError, match=r"topk of parameter 0\.3: gpu: has its states"):
-        Trained(gpu(tmp_path / "a"), topk=0.1).step(0)
-    coded = Trained(gpu(tmp_path / "b"), params=params_on(DEVICE)[3:5], state_dtype="8bit").step(0)
-    assert coded.rows()[0]["params"] == 0  # 8-bit states are only in the directory
+def test_bytes_of_codes(tmp_path):
+    """Of 16-bit parameters, 5 B and an exponent per group are on the accelerator, and each of them is written once."""
+    n = 64 * TILE
+    it = Trained(gpu(tmp_path), params=[randn((n,), 1, torch.bfloat16).to(DEVICE).requires_grad_()], state_dtype="8bit")
+    for k in range(2):
+        it.step(k)
+    there, directory = it.rows()
+    assert there["params"] == n
+    assert there["state_bytes"] == there["commit_bytes"] == 5 * n + n // 64
+    assert directory["flash_read_bytes"] == directory["push_bytes"] == 0
+
+
+@one_schedule
+def test_codes_without_kernels(tmp_path, no_kernels):
+    """Where the accelerator has no kernels, the directory has the states, and the host updates them."""
+    it, alone = (Trained(d, pair=EIGHT_BIT[0]).step(0) for d in (gpu(tmp_path / "a"), [tmp_path / "b"]))
+    assert it.rows()[0]["params"] == 0
+    assert same(it.bits(), alone.bits())
 
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))]
@@ -318,7 +345,11 @@ def test_histories(seed, tmp_path, monkeypatch):
     some = [(), (0, 2), (7, 9), (TILE,), (3 * TILE + 5,), (700,)]
     shapes = [choose.choice(some) for _ in range(choose.randint(1, 7))]
     dtypes = [choose.choice([*DTYPES, torch.complex64]) for _ in shapes]
-    n = choose.randint(1, 2)
+    n, options = choose.randint(1, 2), {}
+    if seed % 2:
+        options = {"state_dtype": "8bit", "amsgrad": seed % 4 == 1}
+    if seed % 3 == 0:
+        options["topk"] = 0.2
 
     def params_of(device):
         values = [randn(shape, i, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
@@ -330,12 +361,14 @@ def test_histories(seed, tmp_path, monkeypatch):
         room = choose.choice(["1GB", "100kB", "40kB", "1"])
         return [f"gpu:?room={room}", *named] if on_accelerator else named
 
-    def opened(**options):
+    def opened(**more):
         pair = []
         for name, device in (("a", DEVICE), ("b", "cpu")):
             on_accelerator = name == "a" and choose.random() < 0.8
             where = device if name == "b" or on_accelerator or choose.random() < 0.5 else "cpu"
-            made = Trained(devices(name, on_accelerator=on_accelerator), where, params=params_of(where), **options)
+            made = Trained(
+                devices(name, on_accelerator=on_accelerator), where, params=params_of(where), **options, **more
+            )
             pair.append(made)
         return pair
 

@@ -74,6 +74,8 @@ def accelerator_updates_of(training):
         {"dtype": torch.float16, "place": EVERYWHERE, "groups": True},
         {"latency": "2ms", **NAMED},
         {"dtype": torch.bfloat16, "place": EVERYWHERE, "groups": True, "devices": 2, **NAMED},
+        {"dtype": torch.bfloat16, "gpu": MOST, "state_dtype": "8bit"},
+        {"dtype": torch.float16, "state_dtype": "8bit", "named": True, "gpu": [f"gpu:?room={6 * 2 * 48 * 49}"]},
     ],
     ids=str,
 )
@@ -109,13 +111,15 @@ def test_more_that_a_program_may_do(tmp_path, script, options):
     twins(tmp_path, script, BACKWARD, **options).opt.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_history(tmp_path, seed):
     choose = random.Random(seed)
     options = {"dtype": choose.choice(DTYPES), "devices": choose.choice([1, 2]), "groups": choose.random() < 0.3}
     options |= {"max_grad_norm": choose.choice([None, 0.5]), "gpu": choose.choice([["gpu:"], MOST, ["gpu:", "ram:"]])}
     if seed > 1:
         options |= NAMED
+    if seed > 3:
+        options |= {"state_dtype": "8bit", "gpu": choose.choice([["gpu:"], MOST])}
     overlap = PLAIN if seed % 2 or "ram:" in options["gpu"] else BACKWARD
     twins(tmp_path, History(seed), overlap, **options).opt.close()
 

@@ -41,6 +41,10 @@ def in_selection(old, new):
     return Mutant("compression/kernel_selection.py", old, new, "topk or lifetimes")
 
 
+def in_dense(old, new):
+    return Mutant("compression/dense.py", old, new, CODES)
+
+
 def in_flight(old, new="pass", tests="accelerator_overlap"):
     return Mutant("overlap/flight.py", old, new, tests)
 
@@ -84,6 +88,7 @@ def in_commits(old, new, tests="store_has"):
 EVENTS = "slot.under_way = [record_event(stream) for stream in used.values()]"
 FREE = "free_gradients"
 DURABLE = "gpu_durable and not histories"
+CODES = "gpu_codes"
 NAMED = "gpu_overlap and named"
 COPYING = "self._travelling.append((tile, slot))"
 ON_STREAM, SAME = "with on(self._parts[0].stream):\n            ", "if True:\n            "
@@ -217,8 +222,8 @@ MUTANTS = {
         "with torch.Stream(self._devices[0]):\n"
         "            [None for _ in self._update([*self._updates.values()])]\n        yield",
     ),
-    "gpu: states are not put back": in_updates("state.copy_(kept)", "pass", "gpu and fails"),
-    "gpu: states of before are those of after": in_updates("state.clone() for", "state for", "gpu and fails"),
+    "gpu: states are not put back": in_updates("now.copy_(kept)", "pass", "gpu and fails"),
+    "gpu: states of before are those of after": in_updates("now.clone()) for", "now) for", "gpu and fails"),
     "gpu: what is left is not queued": in_travel(
         "self.accelerated.queue_next)\n        self.accelerated.queue_all()",
         "self.accelerated.queue_next)",
@@ -255,15 +260,30 @@ MUTANTS = {
         "stream.wait_event(self.accelerated.event(row))", "self.accelerated.event(row)", NAMED
     ),
     "gpu: overlap: states of a step that was undone stay": in_updates(
-        "param_state.accelerator_copy.is_known = False", "pass", f"fails and {NAMED}"
+        "state.accelerator_copy.is_known = False", "pass", f"fails and {NAMED}"
     ),
     "gpu: states leave on the current stream": in_supplied("with on(stream)", "with on(None)"),
     "gpu: states of a step that was undone stay": in_updates(
-        "param_state.accelerator_copy.is_known = False", "pass", DURABLE
+        "state.accelerator_copy.is_known = False", "pass", DURABLE
     ),
     "gpu: states that somebody wrote to stay": Mutant(
-        "engine/truth.py", "self.forget_copies(changed)", "pass", DURABLE
+        "engine/truth.py", "self.forget_copies([*changed, *versions])", "self.forget_copies([*versions])", DURABLE
     ),
+    "gpu: codes that somebody wrote to stay": Mutant(
+        "engine/truth.py", "self.forget_copies([*changed, *versions])", "self.forget_copies(changed)", DURABLE
+    ),
+    "gpu: codes of what the program has set": in_supplied("and s.index not in set_outside", ""),
+    "gpu: codes: parameters are not put back": in_updates("u.source.param.clone() if", "u.source.param if", CODES),
+    "gpu: codes: edits do not outlive an undo": in_updates("(state.index, self.edits)", "(state.index, {})", CODES),
+    "gpu: codes: old states are shown": in_updates("param_state.decoded.drop([param_state.index])", "pass", CODES),
+    "gpu: codes: edits are lost": in_updates("u.states[0].copy_(codes.memory)", "pass", CODES),
+    "gpu: codes: an edited master has the old parameter": in_updates("u.source.param.data.copy_(param)", "pass", CODES),
+    "gpu: codes: no corrections are dropped": Mutant(
+        "engine/accelerator_codes.py", "[torch.from_numpy(stale)] = 0", "[:0] = 0", CODES
+    ),
+    "gpu: codes: another key": Mutant("step/resources.py", "% (1 << 32)  # key_of", "% (1 << 31)  # key_of", CODES),
+    "gpu: Top-K: the residual stays": in_dense("if residual is not None and how.ratio < 1", "if False"),
+    "gpu: Top-K: all is sent": in_dense("torch.where(is_sent, values,", "torch.where(values < 9e9, values,"),
     "gpu: states are read into a buffer in use": Mutant(
         "engine/accelerator_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),

@@ -3,7 +3,7 @@
     python tests/crash/gpu.py SEED KILLS DIRECTORY
 
 By the seed, each run is resumed with `gpu:`, with another room, without `gpu:` or without an accelerator, and with or
-without overlap.
+without overlap. With an odd seed, states are 8-bit ones.
 """
 
 import os
@@ -27,12 +27,13 @@ STEPS = 8
 SHAPES = [(3000,), (70, 90), (), (5, 5), (2048,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOMS = ["1GB", "100kB", "60kB", "1"]
+OPTIONS = {}
 
 
 def opened(devices, place, **options):
     torch.manual_seed(0)
     params = [torch.randn(s).to(place, DTYPES[i % 3]).requires_grad_() for i, s in enumerate(SHAPES)]
-    return params, CSDAdam(params, devices=devices, tile_size=2048, lr=0.01, **options)
+    return params, CSDAdam(params, devices=devices, tile_size=2048, lr=0.01, **OPTIONS, **options)
 
 
 def step(params, opt, k):
@@ -81,6 +82,7 @@ def main():
     warnings.simplefilter("ignore")  # about a store to resume that does not exist yet
     emulated.load()
     choose = random.Random(seed)
+    OPTIONS["state_dtype"] = "8bit" if seed % 2 else "fp32"
     try:
         with TemporaryDirectory() as trace, commit_traces.accepted(trace):
             run(choose, kills, directory, seed)

@@ -6,6 +6,7 @@ import importlib.metadata
 import shutil
 
 from csd_optim.compression.kernel_selection import DEFINES
+from csd_optim.kernels.codes import CODES_DEFINES
 from csd_optim.kernels.device_check import WAYS
 from csd_optim.kernels.nvrtc import Compiler
 from csd_optim.kernels.update import RULE_DEFINES
@@ -13,7 +14,12 @@ from csd_optim.kernels.update import RULE_DEFINES
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 PACKAGE = "nvidia-cuda-nvrtc"
 # Each source with the macros by which it is compiled.
-SOURCES = [("update.h", (*rule, *way)) for rule in RULE_DEFINES.values() for way in WAYS.values()]
+SOURCES = [
+    (source, (*rule, *way))
+    for source, rules in (("update.h", RULE_DEFINES), ("codes.h", CODES_DEFINES))
+    for rule in rules.values()
+    for way in WAYS.values()
+]
 SOURCES += [("topk.h", DEFINES)]
 
 

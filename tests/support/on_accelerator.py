@@ -71,7 +71,7 @@ def launches_fail(after, fails):
         return lambda *arguments: fails() if len(calls) >= after else calls.append(real(*arguments))
 
     with contextlib.ExitStack() as stack:
-        for name in ("launch_update", "update"):  # with kernels, and without
+        for name in ("launch_update", "launch_codes", "update"):  # with kernels, and without
             stack.enter_context(mock.patch.object(updaters, name, launching(getattr(updaters, name))))
         yield
 

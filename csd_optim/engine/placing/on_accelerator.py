@@ -14,8 +14,11 @@ import torch
 from ...accelerator import accelerator_type, on, record_event, wait_for
 from ...devices.spec import DeviceSpec
 from ...errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
+from ...kernels import device_check
+from ...kernels.codes import RATIOS
 from ...kernels.update import UpdateRow
 from ...rates import Rates
+from ...store.sections import FP32
 from .engine_rate import ADAMW_STEP
 from .updaters import differences, report_on, updater_of
 
@@ -36,7 +39,17 @@ class Joining(NamedTuple):
     param_bytes: int  # bytes per element of the parameter
     nbytes: int  # bytes of its states on the accelerator, with the second copy that undoing a step needs
     in_place: bool  # the parameter is its own master
-    is_coded: bool  # its states are stored as codes
+    codec: str  # of its states
+
+
+def lacks_codes(joining: Joining) -> str:
+    """Return why the parameter's accelerator cannot have its states, because they are codes; "" if it can."""
+    if joining.codec == FP32 or joining.device.type in ("cpu", "meta"):
+        return ""
+    if joining.codec not in RATIOS:
+        return f"no kernel updates codes of kind {joining.codec} there"
+    kernels = device_check.kernels_of(joining.device)
+    return "" if kernels.library else f"{joining.device} has no kernels for them, because {kernels.report}"
 
 
 class OnAccelerator:
@@ -78,8 +91,8 @@ class OnAccelerator:
                         f"parameter {j.name} is on the CPU, and {self.spec} keeps states where the parameter is: name "
                         "a device beside it, such as ram:"
                     )
-                if j.is_coded:
-                    raise CSDValueError(f"{self.spec} keeps fp32 states, and those of {j.name} are to be 8bit")
+                if reason := lacks_codes(j):
+                    raise CSDValueError(f"{self.spec} cannot keep the 8-bit states of {j.name}: {reason}")
             chosen = [True] * len(joining)
         else:
             if fraction is None:
@@ -91,7 +104,7 @@ class OnAccelerator:
             # Largest first, so that little of the accelerator's part is left unused.
             for i in sorted(range(len(joining)), key=lambda i: -joining[i].elems):
                 j = joining[i]
-                is_eligible = j.elems and j.device.type not in ("cpu", "meta") and not j.is_coded
+                is_eligible = j.elems and j.device.type not in ("cpu", "meta") and not lacks_codes(j)
                 if is_eligible and j.elems <= elems_left and j.nbytes <= bytes_left:
                     chosen[i], elems_left, bytes_left = True, elems_left - j.elems, bytes_left - j.nbytes
         placed = [j for j, is_chosen in zip(joining, chosen, strict=True) if is_chosen]

@@ -18,14 +18,14 @@ from ...errors import CSDMemoryError, CSDOSError
 from ...rates import UNPACED
 from ...store.format import devices_of
 from ...store.layout import Extent
-from ...store.sections import FP32, state_dtype_of
+from ...store.sections import FP32, GROUP, elem_bytes, sections_beside_param, state_dtype_of
 from .balance import Candidate, place, step_seconds
 from .engine_rate import engine_rate
 from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-CODES = "8bit"  # `limited_by` of an accelerator that gets nothing because states are codes
+CODES = "8bit"  # `limited_by` of an accelerator that gets nothing because it has no kernels for codes
 
 PARTS = 4096  # number of equal parts of states, to choose shares before tiles are known
 
@@ -99,9 +99,15 @@ class Placement:
         """
         assert self.accelerator
         rates, elems = self.accelerator.rates(), extent.n_tiles * extent.tile_elems / PARTS
-        state_bytes = 4 * len(extent.sections) * elems
-        room = int(self.accelerator.room / (state_bytes * (1 if self._copies else extent.slots)))
-        # The measured rate is AdamW's, with 3 states; for other rules the time scales with the number of states.
+        state_bytes, copies = elems * elem_bytes(extent.sections, extent.codec, extent.param_dtype), 1
+        if not self._copies:
+            copies = extent.slots
+            if extent.codec != FP32:
+                sizes = sections_beside_param(extent.sections, extent.codec, extent.param_dtype)
+                state_bytes = elems * sum(group_bytes for _, group_bytes in sizes) / GROUP
+        room = int(self.accelerator.room / (state_bytes * copies))
+        # The measured rate is AdamW's, with 3 fp32 states, and is taken for codes as well; for other rules the time
+        # scales with the number of states.
         accelerated = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
         link = elems * param_bytes / rates.link
         others = [replace(c, link=link) for c in self.candidates(extent, elems)]
@@ -217,9 +223,9 @@ class Placement:
         content drives need not read. `devices`: one dict for each, with `params`; `share`, the fraction of all
         parameters; `seconds`, the time that the device itself is busy; `params_per_second`, None if as fast as the
         host; `limited_by`: the device's "room" or "speed", or the "host" or "link", for which the device waits. An
-        accelerator is limited by "8bit" if states are codes, which it cannot keep. Beside named directories, `params`
-        of a device excludes the parameters that the accelerator updates, and `seconds` includes the time to write their
-        states.
+        accelerator is limited by "8bit" if states are codes, and it has no kernels for these. Beside named
+        directories, `params` of a device excludes the parameters that the accelerator updates, and `seconds` includes
+        the time to write their states.
         """
         on_devices = sum(placed.params for placed in self._placed if not placed.is_copied)
         accelerated = sum(placed.params for placed in self._placed if placed.is_copied)
@@ -268,7 +274,7 @@ class Placement:
         found = self.describe()
         for d in found["devices"]:
             if d["limited_by"] == CODES:
-                log.info("auto: %s has nothing, as states are 8bit, and it keeps fp32 ones", d["device"])
+                log.info("auto: %s has nothing, as states are 8bit, and it has no kernels for these", d["device"])
                 continue
             rate = (
                 f"{d['params_per_second'] / 1e6:.0f} M parameters/s" if d["params_per_second"] else "as fast as the CPU"

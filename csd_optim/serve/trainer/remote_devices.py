@@ -145,9 +145,7 @@ class RemoteDevices:
     def room_for(self, extent: Extent, *, is_copied: bool) -> Iterator[list[int]]:
         yield [0] * len(self.names)
 
-    def accelerator_fraction(
-        self, numels: Sequence[int], sections: Sequence[str], param_bytes: float, *, is_first: bool
-    ) -> float:
+    def accelerator_fraction(self, wanted: ExtentRequest, param_bytes: float) -> float:
         return 0.0
 
     def configs(self) -> list[DeviceConfig]:

@@ -1,0 +1,74 @@
+"""Launches of the kernel that updates 8-bit codes, each for several parameters of one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..bindings import DTYPE_CODES, RULE_ROWS, RULES
+from .library import KernelLibrary
+from .sources import constant, layouts
+from .update import RULE_DEFINES
+
+CODES_SOURCE = "codes.h"
+RATIOS = {"8bit": 1, "root": 0}  # by the codec of a rule's codes: whether they have a section `ratio`
+# By the number of a rule with such codes: the macros by which its kernel is compiled.
+CODES_DEFINES = {
+    RULES[row.name]: (*RULE_DEFINES[RULES[row.name]], f"CSD_RATIO={RATIOS[row.codec]}")
+    for row in RULE_ROWS
+    if row.name in RULES and row.codec in RATIOS
+}
+# The fields of the kernel's CodesRow by the name of a section. A row has one of the first two, or none.
+FIELDS = {
+    "parameter": "section",
+    "master": "section",
+    "checks": "checks",
+    "correction": "correction",
+    "ratio": "ratio",
+    "root": "root",
+    "exponent": "exponent",
+    "peak": "peak",
+    "peak exponent": "peak_exponent",
+}
+
+
+class CodesRow(NamedTuple):
+    """One parameter with codes: 1-D contiguous tensors on the kernels' device."""
+
+    grad: torch.Tensor
+    link_dtype: torch.dtype  # the gradient is rounded to it first
+    param: torch.Tensor  # of as many elements as `grad`; updated in place
+    sections: Mapping[str, torch.Tensor]  # uint8, by the keys of FIELDS: see CodesRow of codes.h
+    constants: Sequence[float]  # as in csd_hyper
+    key: int  # of the first element, for the stochastic rounding: 32 bits
+
+
+def launch_codes(
+    library: KernelLibrary, rule: int, rows: Sequence[CodesRow], nonfinite: torch.Tensor, defines: Sequence[str]
+) -> None:
+    """Queue one step of a rule in one launch, for at most kCodesRows parameters. See launch_update()."""
+    args, blocks = _arguments(rule, rows, nonfinite)
+    library.launch(CODES_SOURCE, "update_codes", (*CODES_DEFINES[rule], *defines), args, blocks)
+
+
+def _arguments(rule: int, rows: Sequence[CodesRow], nonfinite: torch.Tensor) -> tuple[Any, int]:
+    """Return the arguments of a launch and its number of blocks."""
+    ffi, block_elems = layouts(), constant("kBlockElems")
+    args = ffi.new("CodesArgs *")
+    args.rows = len(rows)
+    args.nonfinite = ffi.cast("uint64_t *", nonfinite.data_ptr())
+    blocks = 0
+    for row, to in zip(rows, args.row, strict=False):
+        to.n = row.grad.numel()
+        to.grad = ffi.cast("void *", row.grad.data_ptr())
+        to.param = ffi.cast("void *", row.param.data_ptr())
+        for name, section in row.sections.items():
+            setattr(to, FIELDS[name], ffi.cast("void *", section.data_ptr()))
+        to.hyper = {"rule": rule, "c": list(row.constants)}
+        to.key, to.first = row.key, blocks
+        to.grad_dtype, to.link_dtype = DTYPE_CODES[row.grad.dtype], DTYPE_CODES[row.link_dtype]
+        to.param_dtype = DTYPE_CODES[row.param.dtype]
+        blocks += -(-to.n // block_elems)
+    return args, blocks
