@@ -14,6 +14,10 @@ using Number = float;
 inline float value_of(Number x) { return x; }
 #endif
 
+/* cdef */
+enum { kBlockElems = 4096 }; /* elements of a parameter that a block updates */
+/* end of cdef */
+
 // The constants of a step, with the rule's number as a constant for the compiler.
 template <uint32_t number>
 inline CSD_SPACE::csd_hyper hyper_of(const ::csd_hyper &given) {

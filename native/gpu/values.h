@@ -4,10 +4,6 @@
 #include "float16.h"
 #include "gpu.h"
 
-/* cdef */
-enum { kBlockElems = 4096 }; /* elements of a parameter that a block updates */
-/* end of cdef */
-
 constexpr int kFour = 4;
 
 inline uint32_t bytes_of(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
