@@ -81,7 +81,7 @@ class KernelSelection:
         """Launch the kernels that select. Returns all rows of entries, one after another."""
         device = self._library.device
         joined, begins = _joined([*tables.values()])
-        there = joined.pin_memory().to(device, non_blocking=True)
+        there = joined.to(device, non_blocking=True)
         n_parts, n_chunks, n_tiles = (len(tables[name]) for name in ("parts", "chunks", "tiles"))
         words = {
             "high": n_parts * constant("kHighBins"),
@@ -122,6 +122,11 @@ class KernelSelection:
 
 
 def _joined(tables: Sequence[Table]) -> tuple[torch.Tensor, list[int]]:
-    """Return tables one after another, each aligned, as bytes, and where each begins."""
-    padded = [np.pad(table.view(np.uint8), (0, -table.nbytes % ALIGNMENT)) for table in tables]
-    return torch.from_numpy(np.concatenate(padded)), np.cumsum([0, *map(len, padded[:-1])]).tolist()
+    """Return tables one after another, each aligned, as bytes in pinned memory, and where each begins."""
+    ends = np.cumsum([table.nbytes + -table.nbytes % ALIGNMENT for table in tables])
+    begins = [0, *ends[:-1].tolist()]
+    joined = torch.empty(int(ends[-1]), dtype=torch.uint8, device="cpu", pin_memory=True)
+    # Not by copy_(), which would wait for torch's threads: the engine's may have all cores.
+    for table, begin in zip(tables, begins, strict=True):
+        joined.numpy()[begin : begin + table.nbytes] = table.view(np.uint8)
+    return joined, begins

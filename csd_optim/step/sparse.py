@@ -18,6 +18,7 @@ from ..params.grad_source import GradSource
 
 # Memory on an accelerator for what is selected at once. At 1 % that suffices for 2.5 G parameters.
 BATCH_BYTES = 128 << 20
+FIRST_TILES = 16  # are selected by themselves, so that devices begin to update while the others are selected
 
 
 class SparseTiles:
@@ -58,13 +59,15 @@ class SparseTiles:
     def _add_others(
         self, tiles: Tiles, engine: Engine, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
     ) -> None:
-        """Add to `tiles` the waiting ones with sparse gradients on the same device, up to BATCH_BYTES."""
+        """Add to `tiles` the waiting ones with sparse gradients on the same device, up to the limits above."""
         [(_, first)] = tiles.values()
         nbytes = KernelSelection.nbytes_for(first)
         for tile in [*self._waiting]:
             parts = _parts_of(engine, tile, sources, streams)
             if not parts or {part.grad.device for part in parts} != {first[0].grad.device}:
                 continue
+            if len(tiles) == FIRST_TILES and not self._selections:
+                break
             nbytes += KernelSelection.nbytes_for(parts)
             if nbytes > BATCH_BYTES:
                 break

@@ -289,7 +289,7 @@ def test_without_kernels(monkeypatch):
         patch.setattr(device_check, "kernels_of", lambda _: DeviceKernels(None, (), "there are none"))
         with pytest.raises(
             CSDValueError,
-            match=r"gpu: cannot keep the 8-bit states of 0\.0: emu:0 has no kernels for them, because there are",
+            match=r"gpu: cannot keep the 8-bit states of 0\.0: \w+:0 has no kernels for them, because there are",
         ):
             codes_on().step(0)
         beside, memory = codes_on(["gpu:?share=9", "ram:"]), in_memory()
