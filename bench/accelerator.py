@@ -6,7 +6,8 @@
     python -m bench.accelerator --emulated              on the tests' emulated accelerator, whose rates mean nothing
 
     link       a tile's gradients copied from and to pinned memory: each way alone, and both at once on two streams
-    selection  8 tiles with error feedback, as in a step, compared with a copy of their gradients and with torch.topk
+    selection  256 tiles with error feedback, as in a step, compared with a copy of their gradients (in bytes per
+               second, by calculation) and with torch.topk (in elements per second)
     step       on `ram:` and on a file, dense and with Top-K 1 %, compared with parameters in host memory; and on
                `gpu:`, compared with `ram:` for parameters on the accelerator
 
@@ -36,7 +37,8 @@ from csd_optim.compression.selection import HostSelection, Part, Tiles, TopK
 Row = dict[str, Any]
 TILE = 1 << 20  # elements
 TENSOR = 1 << 26
-SELECTED = 8  # tiles whose selection is timed
+SELECTED = 256  # tiles whose selection is timed, as many as a step of 268 M parameters has
+PASSES = 4  # times that selection and feedback read gradients and residuals; residuals are written once
 WARM_UP = 2
 
 
@@ -129,7 +131,7 @@ def link_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
 
 
 def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
-    tile, rows, library = arguments.tile, [], kernels_for(device)
+    tile, rows, library = arguments.tile, list[Row](), kernels_for(device)
     n = SELECTED * tile
 
     def select(tiles: Tiles) -> None:
@@ -139,6 +141,7 @@ def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[
     for dtype in (torch.float32, torch.bfloat16):
         grad = torch.randn(n, device=device).to(dtype)
         residual, copy = torch.zeros(n, dtype=torch.bfloat16, device=device), torch.empty_like(grad)
+        per_copy = (PASSES * (dtype.itemsize + 2) + 2) / (2 * dtype.itemsize)  # bytes, as a multiple of the copy's
         topk, k = TopK(0.01, torch.bfloat16, None, 1.0, 1), bindings.topk_count(0.01, tile)
         parts = zip(grad.split(tile), residual.split(tile), range(0, n, tile), strict=True)
         tiles = {first // tile: (tile, [Part(topk, g, r, first, 0)]) for g, r, first in parts}
@@ -155,7 +158,7 @@ def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[
                 "unit": "G elements/s",
                 "rates": [n / s for s in ours],
                 "ratio_to": {
-                    "a copy's speed": [c / s for c, s in zip(copies, ours, strict=True)],
+                    "a copy": [per_copy * c / s for c, s in zip(copies, ours, strict=True)],
                     "torch.topk's speed": [t / s for t, s in zip(torchs, ours, strict=True)],
                 },
             }

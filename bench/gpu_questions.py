@@ -9,7 +9,7 @@ next part runs. A part ends when the time is up.
 
     environment  what is here
     exact        do the kernels have the CPU's bits, also where processors flush subnormal numbers differently?
-    rates        kernels, torch operations instead, torch's fused AdamW, all with a copy on the device; steps on `gpu:`
+    rates        kernels, and torch's fused AdamW, with a copy on the device; steps on `gpu:`
     topk         selection and feedback, with a copy and torch.topk
     staging      steps on `ram:` with parameters on the device and on the host, by the number of staging buffers
     nccl         one rank: DDP and FSDP2 train the same as without them
@@ -50,8 +50,6 @@ from csd_optim import CSDAdam, CSDUnavailableError, bindings
 from csd_optim.accelerator import accelerator_type
 from csd_optim.bindings import RULES, lib
 from csd_optim.engine.placing.engine_rate import ADAMW_STEP
-from csd_optim.engine.placing.torch_rules import differing_roundings
-from csd_optim.engine.placing.updaters import TorchUpdater
 from csd_optim.kernels.device_check import RULE, WAYS, kernels_of
 from csd_optim.kernels.library import KernelLibrary, library_of
 from csd_optim.kernels.update import RULE_DEFINES, SOURCE, UpdateRow, in_launches, launch_update
@@ -124,14 +122,13 @@ def environment(how: argparse.Namespace) -> Row:
 
 def exact(how: argparse.Namespace) -> Row:
     rules, library = helper("rule_cases"), kernels_on(how.device)
-    found: Row = {"fallback rounds otherwise": attempt(lambda: differing_roundings(how.device))}
     if library is None:
-        return found | {"report": kernels_of(how.device).report}
+        return {"report": kernels_of(how.device).report}
     began = time.perf_counter()
     for defines in WAYS.values():
         library.module(SOURCE, (*RULE_DEFINES[RULES[RULE]], *defines))
     compiled = time.perf_counter()
-    found["report"] = kernels_of(how.device).report
+    found: Row = {"report": kernels_of(how.device).report}
     found["compile s"], found["check s"] = rounded(compiled - began), rounded(time.perf_counter() - compiled)
     adamw = next(row for row in rules.ROWS if row.name == "adamw")
     cases = [*rules.edge_rows(adamw, range(1))]  # in this order
@@ -173,9 +170,7 @@ def rates_of_updates(how: argparse.Namespace) -> Row:
     grad, param = (torch.randn(n, device=device).to(BF16) for _ in range(2))
     row = UpdateRow(grad, BF16, states, param, ADAMW_STEP[1])
     nonfinite, library = torch.zeros((), dtype=torch.int64, device=device), kernels_on(device)
-    operations = TorchUpdater(device, n, None, exact=True)
     calls = {"copy": (8, lambda: states[1].copy_(states[2]))}
-    calls["torch operations"] = UPDATE_BYTES, lambda: [*operations.queue(rule, [row])]
     for way, defines in WAYS.items() if library else ():
         calls[f"kernels, {way}"] = UPDATE_BYTES, lambda d=defines: launch_update(library, rule, [row], nonfinite, d)
     p = nn.Parameter(states[0].clone())

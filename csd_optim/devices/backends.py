@@ -101,7 +101,6 @@ _UPDATE_PACE = (
 _ACCELERATOR_OPTIONS = (
     Option("update", "parameters per second such as 5G/s", _rate(""), "known_update"),
     Option("link", _PACE, _rate("B"), "known_link"),
-    Option("exact", "0 or 1", _flag),
 )
 
 

@@ -21,7 +21,6 @@ ram:?room=20GB               with auto: at most this many bytes of states; also 
 ram:                         state in host memory, updated in place (beside other devices: in two slots, as in a file)
 gpu:                         state in the memory of the parameters' accelerator, updated there; whole parameters only
 gpu:?room=4GB                at most this many bytes of states; beside other devices, it takes as much as fits
-gpu:?exact=0                 allows an accelerator without kernels that rounds differently from the CPU
 gpu:?update=5G/s&link=25GB/s with auto: the speed of the accelerator and of its link, which then need no measuring
 null:                        keeps and computes nothing; for timing everything else
 
@@ -83,7 +82,6 @@ class DeviceSpec:
     room_bytes: int | None = None  # the most bytes of states that it then gets; None: all free space
     pace: Rates = UNPACED
     # gpu only
-    exact: bool = True  # demand the bits of other devices, else raise an error
     known_update: float | None = None  # parameters per second; None: to be measured
     known_link: float | None = None  # bytes per second each way, between host and accelerator; None: to be measured
     # xrt only

@@ -12,7 +12,7 @@ from ..distributed.sharding import Partition
 from ..engine.accelerator_codes import CodesLayout, ParamCodes
 from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.engine import Engine
-from ..engine.placing.on_accelerator import Joining, lacks_codes
+from ..engine.placing.on_accelerator import Joining, lacks_kernels
 from ..errors import CSDMemoryError
 from ..store.sections import FP32
 from .param_state import ParamState
@@ -38,7 +38,7 @@ def choose(engine: Engine, by_kind: ByKind) -> dict[int, dict[str, torch.Tensor]
             numels = [j.elems for j in joining]
             param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))
             fraction = None
-            if not any(map(lacks_codes, joining)):
+            if not any(map(lacks_kernels, joining)):
                 fraction = engine.accelerator_fraction(numels, sections, param_bytes, codec, dtype)
             chosen = engine.accelerator.choose(joining, fraction, before)
             for (_, p, part), j, is_chosen in zip(new, joining, chosen, strict=True):

@@ -20,7 +20,7 @@ import torch
 from ..accelerator import on, record_event, wait_for
 from ..compression.dense import DenseTopK, sent_buffer
 from ..engine.accelerator_codes import ParamCodes
-from ..engine.placing.updaters import AcceleratorUpdater, updater_of
+from ..engine.placing.updaters import AcceleratorUpdater
 from ..engine.trace import Span
 from ..errors import CSDMemoryError
 from ..kernels.codes import CodesRow
@@ -176,10 +176,10 @@ class AcceleratorUpdates:
     Then call allocate() and begin(), and queue_next() until all updates are queued, or queue_all(); or launch_one()
     with each gradient, if gradients arrive one by one. Without `updates` all methods do nothing.
 
-    `exact`: see updater_of(). `undoes`: keep the previous states for undo().
+    `undoes`: keep the previous states for undo().
     """
 
-    def __init__(self, updates: Sequence[AcceleratorUpdate] = (), *, exact: bool = True, undoes: bool = True) -> None:
+    def __init__(self, updates: Sequence[AcceleratorUpdate] = (), *, undoes: bool = True) -> None:
         self.undoes = undoes
         self.has_updates: bool = bool(updates)
         self.launched: bool = False
@@ -205,11 +205,8 @@ class AcceleratorUpdates:
             self._sent = {d: sent_buffer([u.topk for u in here if u.topk], d) for d, here in by_device.items()}
             self._updaters: dict[torch.device, AcceleratorUpdater] = {}
             for device, here in by_device.items():
-                rounded = [u.source.grad_dtype for u in here if u.source.grad.dtype is not u.source.grad_dtype]
-                largest, rounds_to = max(u.param_state.numel for u in here), rounded[0] if rounded else None
-                coded = {u.rule for u in here if u.codes}
-                rules = {u.rule for u in here if not u.codes}
-                self._updaters[device] = updater_of(device, rules, largest, rounds_to, exact=exact, coded=coded)
+                rules, coded = ({u.rule for u in here if bool(u.codes) is is_coded} for is_coded in (False, True))
+                self._updaters[device] = AcceleratorUpdater(device, rules, coded)
         self._nonfinite = [updater.nonfinite for updater in self._updaters.values()]
 
     @property

@@ -119,7 +119,7 @@ class StepResources:
             updates = supplied.in_order(updates)
             spec.outside_values |= parameters_of_new(updates)
         undoes = engine.copies > 1 or bool(supplied.updated)
-        accelerated = AcceleratorUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
+        accelerated = AcceleratorUpdates(updates, undoes=undoes)
         if not one_by_one:
             accelerated.allocate()
         return accelerated

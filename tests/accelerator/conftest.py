@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 from support import emulated
-from support.backends import TILE
 from support.ranks import on_living_ranks
 
 from csd_optim.kernels import device_check
@@ -39,25 +38,24 @@ def everywhere(request, tmp_path):
 
 @pytest.fixture
 def small_pieces():
-    """Queue updates in so small pieces that a parameter of a few tiles takes several if there are no kernels."""
+    """Launch the update of each parameter by itself."""
     from support.on_accelerator import in_small_pieces
 
-    with in_small_pieces(TILE):
+    with in_small_pieces():
         yield
 
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """Let no device have kernels, so that torch operations update parameters."""
+    """Let no device have kernels."""
     monkeypatch.setattr(device_check, "kernels_of", lambda device: DeviceKernels(None, (), "none in this test"))
 
 
-@pytest.fixture(params=["kernels", "torch"])
+@pytest.fixture(params=["kernels", "host"])
 def way(request):
-    """How parameters are updated: by kernels, or without them by torch operations."""
-    if request.param == "torch":
+    """What selects the entries of Top-K: kernels, or without them the host."""
+    if request.param == "host":
         request.getfixturevalue("no_kernels")
-    return request.param
 
 
 @pytest.fixture

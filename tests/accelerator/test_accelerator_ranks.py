@@ -44,7 +44,7 @@ def devices_for(device, gpu):
     return gpu if gpu and device != "cpu" else "file:"
 
 
-@in_small_pieces(128)  # so that more work is queued than the file has tiles
+@in_small_pieces()  # so that more work is queued than the file has tiles
 def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False, state_dtype="fp32"):
     """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
 
@@ -116,7 +116,7 @@ def test_gradients_of_its_own_are_found(everywhere):
     everywhere(steps_alone)
 
 
-@in_small_pieces(128)
+@in_small_pieces()
 def beside_a_directory(rank, device):
     """Train replicas whose shares are in directories. With `gpu:`, a step fails on rank 1, and both repeat it."""
     params = made(device, DTYPES[2], False)

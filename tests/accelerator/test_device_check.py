@@ -8,7 +8,7 @@ from support import emulated
 from support.emulated_kernels import EmulatedProcessor, changed_headers, compiled
 from support.on_accelerator import DEVICE
 
-from csd_optim import CSDAdam, CSDLion, CSDUnavailableError
+from csd_optim import CSDAdam, CSDLion, CSDUnavailableError, CSDValueError
 from csd_optim.kernels.device_check import EXACT, SOFT, WAYS, kernels_of
 from csd_optim.kernels.library import library_of
 
@@ -75,13 +75,14 @@ def cannot_compile(self, source, defines):
     ("load", "why"), [(truncates, OTHERWISE), (cannot_compile, "update.h cannot be compiled: no such thing")]
 )
 def test_where_kernels_cannot_be_used(load, why, tmp_path, caplog):
-    """Torch operations update parameters, with the same bits, and the log and stats() say why."""
+    """`gpu:` alone refuses the parameters; devices beside it update them. The log says why."""
     change = ("f32_to_bf16(from[j])", "(uint16_t)(float_bits(from[j]) >> 16)")
     attributes = {"load": load, "headers": changed_headers(tmp_path, values=change)}
     with emulated.processor(type("Processor", (EmulatedProcessor,), attributes)), caplog.at_level("INFO", "csd_optim"):
         assert kernels_of(torch.device(DEVICE, 0)).library is None
-        param, kernels = adam()
-    assert kernels == {f"{DEVICE}:0": f"torch operations instead of kernels: {why}"}
+        with pytest.raises(CSDValueError, match=f"{DEVICE}:0 has no kernels, because {why}"):
+            adam()
+        param, _ = adam(["gpu:", "ram:"])
     assert f"kernels on {DEVICE}:0: {why}" in caplog.messages
     assert torch.equal(param, on_the_cpu())
 

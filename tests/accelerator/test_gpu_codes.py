@@ -31,7 +31,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def small_pieces():
-    with in_small_pieces(TILE):
+    with in_small_pieces():
         yield
 
 
@@ -289,7 +289,7 @@ def test_without_kernels(monkeypatch):
         patch.setattr(device_check, "kernels_of", lambda _: DeviceKernels(None, (), "there are none"))
         with pytest.raises(
             CSDValueError,
-            match=r"gpu: cannot keep the 8-bit states of 0\.0: \w+:0 has no kernels for them, because there are",
+            match=r"gpu: cannot keep the states of 0\.0: \w+:0 has no kernels, because there are none",
         ):
             codes_on().step(0)
         beside, memory = codes_on(["gpu:?share=9", "ram:"]), in_memory()

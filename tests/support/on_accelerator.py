@@ -56,9 +56,9 @@ def on_both(rank, schedules, function, *arguments):
 
 
 @contextlib.contextmanager
-def in_small_pieces(elems):
-    """Queue updates in pieces: a launch for each parameter; without kernels, `elems` elements at a time."""
-    with mock.patch.object(update, "LAUNCH_ELEMS", 1), mock.patch.object(updaters, "CHUNK", elems):
+def in_small_pieces(elems=1):
+    """Queue updates in pieces: a launch ends with the parameter that reaches so many elements."""
+    with mock.patch.object(update, "LAUNCH_ELEMS", elems):
         yield
 
 
@@ -71,7 +71,7 @@ def launches_fail(after, fails):
         return lambda *arguments: fails() if len(calls) >= after else calls.append(real(*arguments))
 
     with contextlib.ExitStack() as stack:
-        for name in ("launch_update", "launch_codes", "update"):  # with kernels, and without
+        for name in ("launch_update", "launch_codes"):
             stack.enter_context(mock.patch.object(updaters, name, launching(getattr(updaters, name))))
         yield
 

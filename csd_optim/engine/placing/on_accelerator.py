@@ -20,7 +20,7 @@ from ...kernels.update import UpdateRow
 from ...rates import Rates
 from ...store.sections import FP32
 from .engine_rate import ADAMW_STEP
-from .updaters import differences, report_on, updater_of
+from .updaters import AcceleratorUpdater
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
@@ -42,14 +42,14 @@ class Joining(NamedTuple):
     codec: str  # of its states
 
 
-def lacks_codes(joining: Joining) -> str:
-    """Return why the parameter's accelerator cannot have its states, because they are codes; "" if it can."""
-    if joining.codec == FP32 or joining.device.type in ("cpu", "meta"):
+def lacks_kernels(joining: Joining) -> str:
+    """Return why the parameter's accelerator cannot update it; "" if it can, or the parameter is on none."""
+    if joining.device.type in ("cpu", "meta"):
         return ""
-    if joining.codec not in RATIOS:
+    if joining.codec not in (FP32, *RATIOS):
         return f"no kernel updates codes of kind {joining.codec} there"
     kernels = device_check.kernels_of(joining.device)
-    return "" if kernels.library else f"{joining.device} has no kernels for them, because {kernels.report}"
+    return "" if kernels.library else f"{joining.device} has no kernels, because {kernels.report}"
 
 
 class OnAccelerator:
@@ -63,7 +63,7 @@ class OnAccelerator:
         self.alone: bool = not others
         shares = [1.0 if s.share is None else s.share for s in (spec, *others)]
         self._share = shares[0] / sum(shares)
-        self.kernels: dict[str, str] = {}  # by device: how it updates parameters, see report_on()
+        self.kernels: dict[str, str] = {}  # by device: what its check has found
         self.params: int = 0  # elements of the parameters whose states are on the accelerator
         self.nbytes: int = 0  # bytes of these states, with the second copies that undoing a step needs
 
@@ -91,8 +91,8 @@ class OnAccelerator:
                         f"parameter {j.name} is on the CPU, and {self.spec} keeps states where the parameter is: name "
                         "a device beside it, such as ram:"
                     )
-                if reason := lacks_codes(j):
-                    raise CSDValueError(f"{self.spec} cannot keep the 8-bit states of {j.name}: {reason}")
+                if reason := lacks_kernels(j):
+                    raise CSDValueError(f"{self.spec} cannot keep the states of {j.name}: {reason}")
             chosen = [True] * len(joining)
         else:
             if fraction is None:
@@ -104,7 +104,7 @@ class OnAccelerator:
             # Largest first, so that little of the accelerator's part is left unused.
             for i in sorted(range(len(joining)), key=lambda i: -joining[i].elems):
                 j = joining[i]
-                is_eligible = j.elems and j.device.type not in ("cpu", "meta") and not lacks_codes(j)
+                is_eligible = j.elems and j.device.type not in ("cpu", "meta") and not lacks_kernels(j)
                 if is_eligible and j.elems <= elems_left and j.nbytes <= bytes_left:
                     chosen[i], elems_left, bytes_left = True, elems_left - j.elems, bytes_left - j.nbytes
         placed = [j for j, is_chosen in zip(joining, chosen, strict=True) if is_chosen]
@@ -113,20 +113,10 @@ class OnAccelerator:
                 f"{needed / 1e9:.3f} GB of states would be on the accelerator, and {self.spec} has room for "
                 f"{room / 1e9:.3f} GB: name a device beside it, such as ram:"
             )
-        for device in {j.device for j in placed}:
-            self._check(device)
+        self.kernels |= {str(device): device_check.kernels_of(device).report for device in {j.device for j in placed}}
         elems = sum(j.elems for j in placed)
         log.info("%s gets the states of %.1f M parameters: %.3f GB", self.spec, elems / 1e6, needed / 1e9)
         return chosen
-
-    def _check(self, device: torch.device) -> None:
-        """Raise CSDRuntimeError if `device` rounds differently from the CPU, unless the user allows it (exact=0)."""
-        self.kernels[str(device)] = report_on(device)
-        if self.spec.exact and (differing := differences(device)):
-            raise CSDRuntimeError(
-                f"{device} rounds otherwise than the CPU: {', '.join(differing)}. So states there would not have the "
-                "bits of other devices; gpu:?exact=0 allows that"
-            )
 
     def rates(self) -> Rates:
         """Return the rates of rates_of(). Raises CSDUnavailableError, CSDMemoryError."""
@@ -136,7 +126,7 @@ class OnAccelerator:
 def rates_of(spec: DeviceSpec) -> Rates:
     """Return the rates of AdamW's update and of the link, from `spec` or measured on the current accelerator.
 
-    Raises CSDUnavailableError if a rate has to be measured and there is no accelerator.
+    Raises CSDUnavailableError if a rate has to be measured and there is no accelerator, or it has no kernels.
     """
     known = spec.known_update, spec.known_link
     if None in known and not accelerator_type():
@@ -144,17 +134,17 @@ def rates_of(spec: DeviceSpec) -> Rates:
             errno.ENODEV,
             f"{spec}: there is no accelerator here to be measured; say what is known: gpu:?update=5G/s&link=25GB/s",
         )
-    return Rates(update=known[0] or _update_rate(spec.exact), link=known[1] or _link_rate())
+    return Rates(update=known[0] or _update_rate(), link=known[1] or _link_rate())
 
 
 @functools.cache
-def _update_rate(exact: bool) -> float:
+def _update_rate() -> float:
     """Measure how many 16-bit parameters per second AdamW updates, in the way of a step."""
     device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
     states = [torch.zeros(TIMED_ELEMS, dtype=torch.float32, device=device) for _ in range(3)]
     grad, param = (torch.full((TIMED_ELEMS,), 1e-3, dtype=torch.bfloat16, device=device) for _ in range(2))
     rule, constants = ADAMW_STEP
-    updater = updater_of(device, [rule], TIMED_ELEMS, None, exact=exact)
+    updater = AcceleratorUpdater(device, [rule])
     rows = [UpdateRow(grad, torch.bfloat16, states, param, constants)]
     stream, seconds, times = torch.accelerator.current_stream(device), [], 1
     for _ in range(ROUNDS):

@@ -25,7 +25,7 @@ from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-CODES = "8bit"  # `limited_by` of an accelerator that gets nothing because it has no kernels for codes
+NO_KERNELS = "no kernels"  # `limited_by` of an accelerator that gets nothing because it cannot update
 
 PARTS = 4096  # number of equal parts of states, to choose shares before tiles are known
 
@@ -257,8 +257,8 @@ class Placement:
             about: dict[str, Any] = {"params": accelerated, "share": accelerated / total, "seconds": seconds}
             about |= {"params_per_second": 1 / self._accelerated.seconds, "limited_by": "room" if self._is_full else ""}
             devices.insert(0, {"device": str(self.accelerator.spec), **about})
-        elif self.accelerator and any(extent.codec != FP32 for extent in self.extents):
-            nothing = {"params": 0, "share": 0.0, "seconds": 0.0, "params_per_second": None, "limited_by": CODES}
+        elif self.accelerator:
+            nothing = {"params": 0, "share": 0.0, "seconds": 0.0, "params_per_second": None, "limited_by": NO_KERNELS}
             devices.insert(0, {"device": str(self.accelerator.spec), **nothing})
         seconds = max([host, link, *(d["seconds"] for d in devices)])
         shared = "link" if link > host else "host"
@@ -273,8 +273,8 @@ class Placement:
         """Log the choice: see describe()."""
         found = self.describe()
         for d in found["devices"]:
-            if d["limited_by"] == CODES:
-                log.info("auto: %s has nothing, as states are 8bit, and it has no kernels for these", d["device"])
+            if d["limited_by"] == NO_KERNELS:
+                log.info("auto: %s has nothing, as it has no kernels", d["device"])
                 continue
             rate = (
                 f"{d['params_per_second'] / 1e6:.0f} M parameters/s" if d["params_per_second"] else "as fast as the CPU"
