@@ -11,13 +11,10 @@ from typing import Any
 import torch
 
 from ..compression.kernel_check import kernels_for
-from ..compression.kernel_selection import KernelSelection
+from ..compression.kernel_selection import BATCH_BYTES, KernelSelection, nbytes_of_part
 from ..compression.selection import HostSelection, Part, Tiles
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
-
-# Memory on an accelerator for what is selected at once. At 1 % that suffices for 2.5 G parameters.
-BATCH_BYTES = 128 << 20
 
 
 class SparseTiles:
@@ -60,12 +57,12 @@ class SparseTiles:
     ) -> None:
         """Add to `tiles` the waiting ones with sparse gradients on the same device, up to BATCH_BYTES."""
         [(_, first)] = tiles.values()
-        nbytes = KernelSelection.nbytes_for(first)
+        nbytes = sum(nbytes_of_part(part.topk, len(part.grad)) for part in first)
         for tile in [*self._waiting]:
             parts = _parts_of(engine, tile, sources, streams)
             if not parts or {part.grad.device for part in parts} != {first[0].grad.device}:
                 continue
-            nbytes += KernelSelection.nbytes_for(parts)
+            nbytes += sum(nbytes_of_part(part.topk, len(part.grad)) for part in parts)
             if nbytes > BATCH_BYTES:
                 break
             tiles[tile] = engine.tiles.elems_of(tile), parts
