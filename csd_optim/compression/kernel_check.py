@@ -43,18 +43,23 @@ def kernels_for(device: torch.device) -> KernelLibrary | None:
 def _objection(library: KernelLibrary) -> str:
     """Return why the kernels cannot be used; "" if they select the same entries as the engine, and owe the same."""
     expected = _parts()
+    spread = torch.empty(sum(len(part.grad) for part in expected), dtype=torch.int16, device="cpu")
+    ours_spread = spread.to(library.device)
     ours = [replace(part, grad=part.grad.to(library.device)) for part in expected]
     for part, other in zip(ours, expected, strict=True):
         part.residual = None if other.residual is None else other.residual.to(library.device)
     try:
         by_kernels = KernelSelection(library, {0: (ELEMS_PER_BLOCK, ours)})
+        by_kernels.spread(ours_spread)
         by_kernels.feed_back()
     except CSDUnavailableError as e:
         return str(e.strerror)
     by_engine = HostSelection({0: (ELEMS_PER_BLOCK, expected)})
+    by_engine.spread(spread)
     by_engine.feed_back()
     row, entries = by_kernels.rows[0].cpu(), by_engine.rows[0][:-1]
     same = int(row[-1]) == len(entries) and torch.equal(row[: len(entries)], entries)
+    same = same and torch.equal(ours_spread.cpu(), spread)
     for part, other in zip(ours, expected, strict=True):
         if part.residual is not None and other.residual is not None:
             same = same and torch.equal(part.residual.cpu().view(torch.int16), other.residual.view(torch.int16))

@@ -12,11 +12,14 @@ from ..accelerator import on
 from ..bindings import ELEMS_PER_BLOCK, ENTRY_LANES, topk_count
 from ..kernels.library import KernelLibrary
 from ..kernels.sources import KEEPS_SUBNORMALS, constant, layouts
-from .selection import Part, Tiles, table_of
+from .selection import Tiles, TopK, table_of
 
 SOURCE, DEFINES = "topk.h", (KEEPS_SUBNORMALS,)
 CHUNK = 1 << 14  # elements of a tile for each block of threads; divides ELEMS_PER_BLOCK
+CHUNK_BYTES = 128  # of tables and counts, at most, for each chunk; a part takes as much as 8 more
 ALIGNMENT = 256  # bytes, of each table on the accelerator
+# Memory on an accelerator for what is selected at once. At 1 % that suffices for 2.3 G parameters.
+BATCH_BYTES = 128 << 20
 
 Table = np.ndarray[Any, Any]
 
@@ -52,6 +55,7 @@ def _tables_of(tiles: Tiles) -> dict[str, Table]:
     parts_begin = np.append(0, parts_end[:-1])
     places["tile"] = np.repeat(np.arange(len(tiles)), parts_end - parts_begin)
     places["chunks_begin"], places["chunks_end"] = np.append(0, chunks_end[:-1]), chunks_end
+    places["first"] = [part.first for part in all_parts]
     places["feeds_back"] = [part.updates_residual for part in all_parts]
     rows["blocks"] = [-(-elems // ELEMS_PER_BLOCK) for elems, _ in tiles.values()]
     rows["row_words"] = np.add.reduceat(parts["k"], parts_begin) + ENTRY_LANES * rows["blocks"] + 1
@@ -108,17 +112,26 @@ class KernelSelection:
             self._library.launch(SOURCE, kernel, DEFINES, self._args, blocks)
         return entries
 
+    def spread(self, to: torch.Tensor) -> None:
+        """Write the values of all entries, dense, with zeros for the rest.
+
+        `to`: int16, on the accelerator, as long as the parameter to which all parts belong. Reads `rows`.
+        """
+        with on(self._parts[0].stream):
+            self._args.dense = layouts().cast("uint16_t *", to.data_ptr())
+            self._library.launch(SOURCE, "spread", DEFINES, self._args, self._chunks)
+
     def feed_back(self) -> None:
         """Add what the step did not send to the residuals."""
         if any(part.updates_residual for part in self._parts):
             with on(self._parts[0].stream):
                 self._library.launch(SOURCE, "feed_back", DEFINES, self._args, self._chunks)
 
-    @staticmethod
-    def nbytes_for(parts: Sequence[Part]) -> int:
-        """Return about how much memory a tile with these parts takes on the accelerator until its entries are sent."""
-        of_bins = constant("kHighBins") + constant("kLowBins")
-        return 4 * sum(of_bins + topk_count(part.topk.ratio, len(part.grad)) for part in parts)
+
+def nbytes_of_part(topk: TopK, n: int) -> int:
+    """Return about how much memory a part of `n` elements takes on the accelerator until its entries are sent."""
+    of_bins = constant("kHighBins") + constant("kLowBins")
+    return 4 * (of_bins + topk_count(topk.ratio, n)) + CHUNK_BYTES * (n // CHUNK + 8)
 
 
 def _joined(tables: Sequence[Table]) -> tuple[torch.Tensor, list[int]]:

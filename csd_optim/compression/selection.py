@@ -6,6 +6,7 @@ gradients in host memory that it can read in place. From all others the step sel
     selection = HostSelection(tiles)               on the host, by the engine's functions
     selection = KernelSelection(library, tiles)    on the accelerator that has the gradients: see kernel_selection.py
     selection.rows                                 the entries of each tile
+    selection.spread(to)                           if entries do not travel: their values, dense
     selection.feed_back()                          when the step is complete
 
 All give the same bits, except those of nan. The rules are in native/src/topk.h.
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from ..accelerator import on
-from ..bindings import DTYPE_CODES, TOPK_PART, topk_count, topk_entries, topk_feed_back
+from ..bindings import DTYPE_CODES, ELEMS_PER_BLOCK, ENTRY_LANES, TOPK_PART, topk_count, topk_entries, topk_feed_back
 
 
 @dataclass
@@ -103,12 +104,26 @@ class HostSelection:
 
     def __init__(self, tiles: Tiles) -> None:
         self.rows: dict[int, torch.Tensor] = {}
+        self._places = {  # without the gradients, whose memory may be free before the step is complete
+            tile: (elems, [(part.first, part.tile_first, len(part.grad)) for part in parts])
+            for tile, (elems, parts) in tiles.items()
+        }
         self._to_feed_back: list[tuple[list[Part], torch.Tensor]] = []
         for tile, (elems, parts) in tiles.items():
             on_host = [part.on_host() for part in parts]
             self.rows[tile] = row = topk_entries(table_of(on_host), elems)
             if owing := [part for part in parts if part.updates_residual]:
                 self._to_feed_back.append((owing, row))
+
+    def spread(self, to: torch.Tensor) -> None:
+        """Write the values of all entries, dense, with zeros for the rest.
+
+        `to`: int16, as long as the parameter to which all parts belong. Copied to it on the current stream.
+        """
+        for tile, (elems, places) in self._places.items():
+            values = _dense(self.rows[tile], elems)
+            for first, tile_first, n in places:
+                to[first : first + n].copy_(values[tile_first : tile_first + n])
 
     def feed_back(self) -> None:
         """Add what the step did not send to the residuals. Copies gradients once more, as keeping them takes memory."""
@@ -118,3 +133,13 @@ class HostSelection:
             for part, copy in zip(parts, on_host, strict=True):
                 assert copy.residual is not None
                 part.put_residual(copy.residual)
+
+
+def _dense(row: torch.Tensor, elems: int) -> torch.Tensor:
+    """Return the values of a tile's entries (native/include/csd_kernel.h) in 16 bits, with zeros for the rest."""
+    words, values, at = row.numpy().view(np.uint32), np.zeros(elems, np.uint16), 0
+    for first in range(0, elems, ELEMS_PER_BLOCK):
+        entries = words[at + 1 : at + 1 + int(words[at])]
+        values[first : first + ELEMS_PER_BLOCK][entries & 0xFFFF] = entries >> 16
+        at += -(-(1 + len(entries)) // ENTRY_LANES) * ENTRY_LANES
+    return torch.from_numpy(values.view(np.int16))

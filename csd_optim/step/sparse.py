@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from ..compression.kernel_check import kernels_for
-from ..compression.kernel_selection import KernelSelection
+from ..compression.kernel_selection import BATCH_BYTES, KernelSelection, nbytes_of_part
 from ..compression.selection import HostSelection, Part, Tiles
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 
-# Memory on an accelerator for what is selected at once. At 1 % that suffices for 2.5 G parameters.
-BATCH_BYTES = 128 << 20
 FIRST_TILES = 16  # are selected by themselves, so that devices begin to update while the others are selected
 
 
@@ -59,16 +57,16 @@ class SparseTiles:
     def _add_others(
         self, tiles: Tiles, engine: Engine, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
     ) -> None:
-        """Add to `tiles` the waiting ones with sparse gradients on the same device, up to the limits above."""
+        """Add to `tiles` the waiting ones with sparse gradients on the same device, up to FIRST_TILES at first, and to BATCH_BYTES."""
         [(_, first)] = tiles.values()
-        nbytes = KernelSelection.nbytes_for(first)
+        nbytes = sum(nbytes_of_part(part.topk, len(part.grad)) for part in first)
         for tile in [*self._waiting]:
             parts = _parts_of(engine, tile, sources, streams)
             if not parts or {part.grad.device for part in parts} != {first[0].grad.device}:
                 continue
             if len(tiles) == FIRST_TILES and not self._selections:
                 break
-            nbytes += KernelSelection.nbytes_for(parts)
+            nbytes += sum(nbytes_of_part(part.topk, len(part.grad)) for part in parts)
             if nbytes > BATCH_BYTES:
                 break
             tiles[tile] = engine.tiles.elems_of(tile), parts

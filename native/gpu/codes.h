@@ -75,8 +75,8 @@ KERNEL update_codes(const CodesArgs a) {
   const CodesRow &row = a.row[r];
   const CSD_SPACE::CSD_RULE rule(hyper_of<CSD_NUMBER>(row.hyper));
   const bool is_wide = row.param_dtype == CSD_F32, is_f16 = row.param_dtype == CSD_F16;
-  const bool whole =
-      is_multiple(row.grad, kFour * bytes_of(row.grad_dtype)) && is_multiple(row.param, kFour * bytes_of(row.param_dtype));
+  const bool whole = is_multiple(row.grad, kFour * bytes_of(row.grad_dtype)) &&
+                     is_multiple(row.param, kFour * bytes_of(row.param_dtype));
   uint32_t bad = 0;
   const uint64_t begin = (uint64_t)(blockIdx.x - row.first) * kBlockElems;
   const uint64_t padded = (row.n + kGroup - 1) / kGroup * kGroup;

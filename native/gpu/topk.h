@@ -7,6 +7,7 @@
 //   count_low     a block per chunk     histogram of the lower bits within that bin, per part and per chunk
 //   place         a block per tile      per chunk: what is sent, and where its entries begin; the counts of the blocks
 //   emit          a block per chunk     the entries
+//   spread        a block per chunk     if entries do not travel: their values, dense
 //   feed_back     a block per chunk     the residuals, when the step is complete
 //
 // A *part* is one parameter's elements in one tile. It is cut into *chunks*, none of which crosses a block of entries
@@ -22,6 +23,7 @@ enum { kHighBins = 1 << 11, kLowBins = 1 << 4 };
 
 /* What is known of a part, besides csd_topk_part. */
 typedef struct TopKPlace {
+  uint64_t first; /* in the parameter */
   uint32_t tile;
   uint32_t chunks_begin, chunks_end;
   uint32_t feeds_back; /* 1: the step changes its residual */
@@ -69,6 +71,7 @@ typedef struct TopKArgs {
   TopKCounts *counts; /* per chunk */
   TopKSent *sent;     /* per chunk; needed until feed_back() */
   uint32_t *entries;
+  uint16_t *dense; /* of spread(): one parameter, which all parts belong to */
 } TopKArgs;
 /* end of cdef */
 
@@ -293,6 +296,19 @@ KERNEL emit(const TopKArgs a) {
     equal += all & 0xffffu;
     __syncthreads();  // before `sums` is used again
   }
+}
+
+// Writes what a chunk sends in 16 bits, and zeros for the rest.
+KERNEL spread(const TopKArgs a) {
+  const TopKChunk chunk = a.chunks[blockIdx.x];
+  const TopKPlace where = a.places[chunk.part];
+  const TopKSent sent = a.sent[blockIdx.x];
+  uint16_t *const to = a.dense + where.first + chunk.first;
+  for (uint32_t i = threadIdx.x; i < chunk.n; i += kThreads) to[i] = 0;
+  __syncthreads();
+  const uint32_t *const entries = a.entries + a.tiles[where.tile].row + sent.position;
+  const uint32_t begin = (a.parts[chunk.part].tile_first + chunk.first) % kBlockElems;
+  for (uint32_t e = threadIdx.x; e < sent.n; e += kThreads) to[entries[e] % kBlockElems - begin] = entries[e] >> 16;
 }
 
 // Rounds to bf16 at random, except inf and nan: see narrow_residual() in native/src/topk_loop.h.

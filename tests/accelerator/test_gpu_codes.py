@@ -15,7 +15,11 @@ from support.on_accelerator import DEVICE, DTYPES, GPU, in_small_pieces, launche
 from support.optimizers import ADAM, ADAMW, CODED, MIXED
 from support.replacing import class_with
 
-from csd_optim import CSDMuon, CSDOSError, CSDTornError, CSDValueError
+from csd_optim import CSDMemoryError, CSDMuon, CSDOSError, CSDTornError, CSDValueError
+from csd_optim.compression import dense
+from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_selection import nbytes_of_part
+from csd_optim.compression.selection import TopK
 from csd_optim.engine.accelerator_codes import checks_of
 from csd_optim.kernels import device_check
 from csd_optim.kernels.device_check import DeviceKernels
@@ -335,6 +339,54 @@ def test_topk(devices, options):
         assert same(here, expected)
     else:
         assert len(here) == len(expected)
+
+
+def train_dense(device, devices, shape):
+    params = [randn(shape, i, DTYPES[i]).to(device).requires_grad_() for i in range(3)]
+    it = Trained(devices, params=[{"params": params, "topk": 0.05}], tile_size=TILE)
+    it.params = params
+    return [bits for k in range(3) for bits in it.step(k).bits()]
+
+
+def test_topk_that_the_host_selects(monkeypatch):
+    """Where the kernels of Top-K cannot be used, and those of the rules can."""
+    monkeypatch.setattr(dense, "kernels_for", lambda device: None)
+    shape = 3, 2 * TILE + 1
+    assert same(train_dense(DEVICE, ["gpu:"], shape), train_dense("cpu", ["ram:"], shape))
+
+
+def test_parts_that_are_not_selected_at_once(monkeypatch):
+    """If there are more than fit into memory. Each selection takes five launches, and two for what becomes of it."""
+    shape, parts = (6, TILE), 6
+    expected, library = train_dense("cpu", ["ram:"], shape), kernels_for(torch.device(DEVICE, 0))
+    launches = []
+    for at_once in (parts, 2, 1):
+        nbytes = at_once * nbytes_of_part(TopK(0.05, torch.bfloat16, None, 1.0, 1), TILE)
+        monkeypatch.setattr(dense, "BATCH_BYTES", nbytes)
+        before = library.launches
+        assert same(train_dense(DEVICE, ["gpu:"], shape), expected)
+        launches.append(library.launches - before)
+    updates = 3 * 3  # steps and parameters
+    assert [n - launches[0] for n in launches] == [0, updates * 7 * 2, updates * 7 * 5]
+
+
+@one_schedule
+def test_no_memory_for_a_selection(monkeypatch):
+    """This is found before the step changes anything."""
+    p = randn((4, TILE), 0, torch.bfloat16).to(DEVICE).requires_grad_()
+    it = Trained(["gpu:"], params=[p], topk=0.05).step(0)
+    before = it.bits()
+
+    def empty(*size, real=torch.empty, **options):
+        if options.get("dtype") is torch.uint8 and torch.device(options.get("device", "cpu")).type == DEVICE:
+            raise torch.OutOfMemoryError("out of it")
+        return real(*size, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
+            it.step(1)
+    assert same(it.bits(), before)
 
 
 @one_schedule

@@ -132,7 +132,7 @@ MUTANTS = {
     "feedback on the current stream": in_selection(ON_STREAM + "    self", SAME + "    self"),
     "tables are gone at the feedback": in_selection("self._kept = there, sent", "self._kept = ()"),
     "entries outlive their step": in_sparse("self._selected.clear()", "pass", "fails"),
-    "tile by tile": in_sparse("BATCH_BYTES = 128 << 20", "BATCH_BYTES = 1", "counters"),
+    "tile by tile": in_sparse("nbytes > BATCH_BYTES", "True", "counters"),
     "addresses of the device go to the engine": Mutant("step/images.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant(
         "step/resources.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
@@ -282,8 +282,11 @@ MUTANTS = {
         "engine/accelerator_codes.py", "[torch.from_numpy(stale)] = 0", "[:0] = 0", CODES
     ),
     "gpu: codes: another key": Mutant("step/resources.py", "% (1 << 32)  # key_of", "% (1 << 31)  # key_of", CODES),
-    "gpu: Top-K: the residual stays": in_dense("if residual is not None and how.ratio < 1", "if False"),
-    "gpu: Top-K: all is sent": in_dense("torch.where(is_sent, values,", "torch.where(values < 9e9, values,"),
+    "gpu: Top-K: the residual stays": in_dense("selection.feed_back()", "pass"),
+    "gpu: Top-K: nothing is sent": in_dense("selection.spread(to)", "to.zero_()"),
+    "gpu: Top-K: all parts at once": in_dense("if batch and nbytes + more > BATCH_BYTES", "if False"),
+    "gpu: Top-K: no residual": in_dense("None if residual is None else residual[here]", "None"),
+    "gpu: Top-K: every part is the first": in_dense("else residual[here], first, 0)", "else residual[here], 0, 0)"),
     "gpu: states are read into a buffer in use": Mutant(
         "engine/accelerator_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),

@@ -13,11 +13,11 @@ from support.emulated_kernels import NATIVE, EmulatedProcessor, changed_headers,
 from support.forked import process
 from support.gradients import any_bits, kinds, residual_of
 from support.on_accelerator import DEVICE, DTYPES
-from support.topk_oracle import assert_selects, part
+from support.topk_oracle import assert_selects, assert_spreads, part
 
 from csd_optim import CSDUnavailableError
 from csd_optim.compression.kernel_check import kernels_for
-from csd_optim.compression.kernel_selection import CHUNK, DEFINES, SOURCE, KernelSelection
+from csd_optim.compression.kernel_selection import CHUNK, DEFINES, SOURCE, KernelSelection, nbytes_of_part
 from csd_optim.kernels import device_check
 from csd_optim.kernels.device_check import DeviceKernels
 from csd_optim.kernels.library import KernelLibrary, library_of
@@ -102,6 +102,7 @@ def test_places_of_parts(shift):
             parts.append(part(grad, HALVES[tile % 2], ratio, residual, scale=0.37, first=first, tile_first=first))
         tiles[tile] = elems, parts
     assert_selects(selection_of(), tiles, on_device(shift=shift))
+    assert_spreads(selection_of(), tiles, on_device(shift=shift))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -109,6 +110,7 @@ def test_tiles_of_any_parts(seed):
     rng = np.random.default_rng(seed)
     tiles = {tile: random_tile(rng, int(rng.choice([300, 5000, 70_000])), largest=20_000) for tile in range(6)}
     assert_selects(selection_of(), tiles, on_device(shift=seed % 2))
+    assert_spreads(selection_of(), tiles, on_device(shift=seed % 2))
 
 
 @pytest.mark.soak
@@ -166,10 +168,11 @@ def test_no_memory_per_element():
     gc.collect()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    selection = select({0: (n, [part(grad, torch.bfloat16, 0.01, residual)])})
+    one = part(grad, torch.bfloat16, 0.01, residual)
+    selection = select({0: (n, [one])})
     selection.rows = {}
     selection.feed_back()
-    assert torch.accelerator.max_memory_allocated() - before <= 0.07 * n
+    assert torch.accelerator.max_memory_allocated() - before <= nbytes_of_part(one.topk, n) <= 0.07 * n
     assert torch.accelerator.memory_allocated() - before <= 0.01 * n
 
 
@@ -222,6 +225,19 @@ MUTANTS = {
     "a residual rounded to nearest": ("(hash & 0xffffu)", "0x7fffu"),
     "the same random numbers in each step": ("mix_bits(part.seed +", "mix_bits("),
     "inf is rounded at random": ("is_finite(f) ?", "true ?"),
+    "dense: values are written before the zeros": ("to[i] = 0;\n  __syncthreads();", "to[i] = 0;"),
+    "dense: no zeros": ("to[i] = 0;", ";"),
+    "dense: zeros beyond the end": ("i < chunk.n; i += kThreads) to[i]", "i <= chunk.n; i += kThreads) to[i]"),
+    "dense: all parts in one place": ("a.dense + where.first + chunk.first", "a.dense + chunk.first"),
+    "dense: all chunks in one place": ("a.dense + where.first + chunk.first", "a.dense + where.first"),
+    "dense: places within the tile": ("% kBlockElems - begin]", "% kBlockElems]"),
+    "dense: places beyond a block": ("chunk.first) % kBlockElems;", "chunk.first);"),
+    "dense: one tile's entries for all": ("a.tiles[where.tile].row + sent", "a.tiles[0].row + sent"),
+    "dense: one chunk's entries for all": (
+        ".row + sent.position;\n  const uint32_t begin",
+        ".row + 1;\n  const uint32_t begin",
+    ),
+    "dense: indices are written": ("= entries[e] >> 16;", "= entries[e];"),
     "equal values before are forgotten at the feedback": ("if (!counts_equal) continue;", "continue;"),
 }
 
@@ -265,13 +281,14 @@ def changed_kernels(folder, old, new):
 
 
 def try_mutant(folder, old, new):
-    """Exit with FOUND if a mutant of the kernels selects other entries, or leaves other residuals."""
+    """Exit with FOUND if a mutant of the kernels selects or writes other values, or leaves other residuals."""
     emulated.load()
     library = changed_kernels(folder, old, new)
     library.module(SOURCE, DEFINES)
     for shift in (0, 1, 3):  # each time in other orders of threads
         try:
             assert_selects(selection_of(library), dict(enumerate(telling_tiles())), on_device("emu", shift))
+            assert_spreads(selection_of(library), dict(enumerate(telling_tiles())), on_device("emu", shift))
         except AssertionError:
             os._exit(FOUND)
     os._exit(0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.gradients import any_bits, kinds, residual_of
-from support.topk_oracle import BLOCK, assert_selects, bits_of, part
+from support.topk_oracle import BLOCK, assert_selects, assert_spreads, bits_of, part
 
 from csd_optim import CSDValueError, bindings
 from csd_optim.bindings import topk_count, topk_entries
@@ -139,6 +139,7 @@ def test_parts_of_a_tile():
             parts.append(part(grad, HALVES[i % 2], ratio, owed, scale=0.37, tile_first=first, first=first))
         tiles[tile] = 70_000, parts
     assert_selects(HostSelection, tiles, torch.clone)
+    assert_spreads(HostSelection, tiles, torch.clone)
 
 
 @pytest.mark.parametrize("wrong", [(60, 50, 100), (0, 49, 100), (0, 50, 99)], ids=["order", "overlap", "beyond"])

@@ -136,6 +136,31 @@ def assert_selects(select, tiles, place=lambda t: t, *, any_nan=False):
                 assert np.array_equal(bits_of(p.residual.cpu()), expected), (tile, describe([p]))
 
 
+def assert_spreads(select, tiles, place=lambda t: t):
+    """Compare what a selection of `tiles` writes densely with what it ought to, as if its parts were of one parameter.
+
+    `place`: see assert_selects(). There is an element between parts, which keeps its value. All nans are equal.
+    """
+    there, expected, infs = {}, [3], [0x7FFF]
+    for tile, (elems, parts) in tiles.items():
+        there[tile] = elems, []
+        for p in parts:
+            there[tile][1].append(replace(placed(p, place), first=len(expected)))
+            with np.errstate(all="ignore"):
+                sent, bits = sent_of(p)
+            dense = np.zeros(len(bits), np.uint16)
+            dense[sent] = bits[sent]
+            expected += [*dense.tolist(), 3]
+            infs += [ROUND[p.topk.dtype][1]] * len(bits) + [0x7FFF]
+    to = place(torch.full((len(expected),), 3, dtype=torch.int16))
+    select(there).spread(to)
+    found, expected, infs = bits_of(to.cpu()), np.array(expected), np.array(infs)
+    both_nan = ((found & 0x7FFF) > infs) & ((expected & 0x7FFF) > infs)
+    assert np.flatnonzero((found != expected) & ~both_nan).tolist() == [], [
+        describe(parts) for _, parts in tiles.values()
+    ]
+
+
 def placed(p, place):
     return replace(p, grad=place(p.grad), residual=None if p.residual is None else place(p.residual))
 
