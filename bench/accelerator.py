@@ -6,7 +6,7 @@
     python -m bench.accelerator --emulated              on the tests' emulated accelerator, whose rates mean nothing
 
     link       a tile's gradients copied from and to pinned memory: each way alone, and both at once on two streams
-    selection  256 tiles with error feedback, as in a step, compared with a copy of their gradients (in bytes per
+    selection  up to 256 tiles with error feedback, as in a step, compared with a copy of their gradients (in bytes per
                second, by calculation) and with torch.topk (in elements per second)
     step       on `ram:` and on a file, dense and with Top-K 1 %, compared with parameters in host memory; and on
                `gpu:`, compared with `ram:` for parameters on the accelerator
@@ -132,7 +132,8 @@ def link_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
 
 def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
     tile, rows, library = arguments.tile, list[Row](), kernels_for(device)
-    n = SELECTED * tile
+    selected = min(SELECTED, max(8, arguments.params // tile))
+    n = selected * tile
 
     def select(tiles: Tiles) -> None:
         selection = HostSelection(tiles) if library is None else KernelSelection(library, tiles)
@@ -149,7 +150,7 @@ def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[
             arguments.runs,
             lambda t=tiles: select(t),
             lambda g=grad, c=copy: c.copy_(g),
-            lambda g=grad, n=k: g.view(SELECTED, -1).abs().topk(n, dim=-1),
+            lambda g=grad, n=k: g.view(selected, -1).abs().topk(n, dim=-1),
         )
         rows.append(
             {

@@ -58,7 +58,7 @@ from csd_optim.step import staging as ring
 
 Row = dict[str, Any]
 LEAST_SECONDS = 15  # no part begins with less
-SANITIZER_SECONDS = 60  # for each of its tools
+SANITIZER_SECONDS = 150  # for each of its tools
 BF16 = torch.bfloat16
 UPDATE_BYTES = 28  # per parameter: gradient and parameter in bf16, three states read and written
 GOALS = {"kernels": 0.67, "selection": 0.27, "ram:": 0.85}  # of a copy on the device; of host parameters
