@@ -98,7 +98,8 @@ def rates_of(runs: int, n: int, calls: Mapping[str, tuple[int, Callable[[], Any]
     speed = {name: nbytes * n / seconds[name] for name, (nbytes, _) in calls.items()}
     return {
         name: {"ms": rounded(1e3 * s), "G/s": rounded(n / s / 1e9), "of a copy": rounded(speed[name] / speed["copy"])}
-        for name, s in seconds.items()
+        | {"ms, least to most": [rounded(1e3 * min(turn)), rounded(1e3 * max(turn))]}
+        for (name, s), turn in zip(seconds.items(), turns, strict=True)
     }
 
 
@@ -236,9 +237,11 @@ def staging(how: argparse.Namespace) -> Row:
 def beside(how: argparse.Namespace, opt: CSDAdam, host: CSDAdam) -> Row:
     turns = by_turns(how.runs, *(lambda o=o: (o.step(), o.stats()) for o in (opt, host)))
     ours, theirs = map(statistics.median, turns)
+    ratios = sorted(host / own for own, host in zip(*turns, strict=True))
     return {
         "G/s": rounded(how.params / ours / 1e9),
         "of host parameters": rounded(theirs / ours),
+        "least to most": [rounded(ratios[0]), rounded(ratios[-1])],
         "buffers MB": rounded((opt.stats()["buffer_bytes"]) / 1e6),
         "tiles updated at once": updated_at_once(opt),
     }

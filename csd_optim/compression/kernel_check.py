@@ -68,12 +68,13 @@ def _objection(library: KernelLibrary) -> str:
 
 def _parts() -> list[Part]:
     """Return parts with numbers of every magnitude, but without nan, whose bits are the device's."""
-    generator, parts = torch.Generator().manual_seed(0), list[Part]()
+    generator, parts = torch.Generator("cpu").manual_seed(0), list[Part]()
 
     def numbers(dtype: torch.dtype) -> torch.Tensor:
-        any_bits = torch.randint(-(1 << 31), 1 << 31, (NUMBERS,), generator=generator).to(torch.int32)
-        t = torch.cat([any_bits.view(torch.float32), torch.randn(NUMBERS, generator=generator)]).to(dtype)
-        return torch.where(t.isfinite(), t, 0.5)
+        any_bits = torch.randint(-(1 << 31), 1 << 31, (NUMBERS,), generator=generator, device="cpu").to(torch.int32)
+        usual = torch.randn(NUMBERS, generator=generator, dtype=torch.float32, device="cpu")
+        t = torch.cat([any_bits.view(torch.float32), usual]).to(dtype)
+        return t.masked_fill_(t.isfinite().logical_not(), 0.5)
 
     for grad_dtype in DTYPE_CODES:
         for dtype in (torch.float16, torch.bfloat16):

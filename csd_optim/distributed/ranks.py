@@ -247,8 +247,8 @@ class Ranks:
     def all_ranks_or_none(self, any_failed: AnyFailed | None = None) -> Iterator[Votes]:
         """Raise on all ranks if any rank raises inside the context: see agree().
 
-        `any_failed`: a collective that tells whether any rank has failed, given whether this one has. Only then do the
-        ranks agree(), so that a success costs no collective beyond that one; `Votes.all` then stays empty.
+        `any_failed`: a collective that takes whether this rank has failed, and returns whether any rank has. Only after
+        a failure do the ranks agree(), so that a success costs no further collective; `Votes.all` then stays empty.
         """
         failure, votes = None, Votes()
         try:

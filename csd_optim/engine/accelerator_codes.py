@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..bindings import decode, encode, isa_used
+from ..kernels.codes import checks_of
 from ..store.sections import CHECKS, GROUP, section_sizes, sections_beside_param
 from .decoded_states import DecodedStates
 
@@ -116,16 +116,6 @@ class ParamCodes:
         for section, values in zip(sections.values(), whole[1:], strict=True):
             section.copy_(values)
         return codes, whole[0][: layout.numel]
-
-
-def checks_of(params: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the checksum of each group of 16-bit parameters (1-D, whole groups, on the CPU), as codes.h does."""
-    pairs = params.view(torch.int16).numpy().view(np.uint32).reshape(-1, GROUP // 2)
-    weights: np.ndarray[Any, Any] = np.arange(1, GROUP // 2 + 1, dtype=np.uint32)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # mix_bits() of hash.h
-        weights = (weights ^ weights >> shift) * np.uint32(factor)
-    sums: np.ndarray[Any, Any] = (pairs * (weights ^ weights >> 16 | 1)).sum(1, dtype=np.uint32)
-    return sums
 
 
 class AcceleratorCodes(DecodedStates):

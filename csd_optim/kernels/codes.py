@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..bindings import DTYPE_CODES, RULE_ROWS, RULES
@@ -13,6 +14,7 @@ from .sources import constant, layouts
 from .update import RULE_DEFINES
 
 CODES_SOURCE = "codes.h"
+CHECKED = 64  # elements for each checksum: kGroup of codec.h
 RATIOS = {"8bit": 1, "root": 0}  # by the codec of a rule's codes: whether they have a section `ratio`
 # By the number of a rule with such codes: the macros by which its kernel is compiled.
 CODES_DEFINES = {
@@ -72,3 +74,13 @@ def _arguments(rule: int, rows: Sequence[CodesRow], nonfinite: torch.Tensor) -> 
         to.param_dtype = DTYPE_CODES[row.param.dtype]
         blocks += -(-to.n // block_elems)
     return args, blocks
+
+
+def checks_of(params: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the checksum of each group of 16-bit parameters (1-D, whole groups, on the CPU), as codes.h does."""
+    pairs = params.view(torch.int16).numpy().view(np.uint32).reshape(-1, CHECKED // 2)
+    weights: np.ndarray[Any, Any] = np.arange(1, CHECKED // 2 + 1, dtype=np.uint32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # mix_bits() of hash.h
+        weights = (weights ^ weights >> shift) * np.uint32(factor)
+    sums: np.ndarray[Any, Any] = (pairs * (weights ^ weights >> 16 | 1)).sum(1, dtype=np.uint32)
+    return sums

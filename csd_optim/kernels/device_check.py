@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,33 +102,35 @@ def _copy(row: UpdateRow, device: torch.device) -> UpdateRow:
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
     """Return the bits, with one nan for all: which one results is up to the device."""
-    one = torch.where(t.isnan(), torch.full((), math.nan, dtype=t.dtype), t)
+    one = t.masked_fill(t.isnan(), math.nan)
     return one.view(torch.int32 if t.dtype is torch.float32 else torch.int16)
 
 
 def _random_rows() -> Iterator[UpdateRow]:
     """Yield numbers of every magnitude: subnormal ones, both zeros, infinities and nan among them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
 
     def numbers() -> torch.Tensor:
-        any_bits = torch.randint(-(1 << 31), 1 << 31, (RANDOM // 2,), generator=generator).to(torch.int32)
-        usual = torch.randn(RANDOM // 2, generator=generator)
+        any_bits = torch.randint(-(1 << 31), 1 << 31, (RANDOM // 2,), generator=generator, device="cpu")
+        any_bits, usual = any_bits.to(torch.int32), torch.randn(RANDOM // 2, generator=generator, **fp32)
         usual[::9], usual[1::9], usual[2::9] = 0.0, -0.0, usual[2::9] * 1e-30
         return torch.cat([any_bits.view(torch.float32), usual])
 
     for dtype in DTYPE_CODES:
         states = [numbers(), numbers(), numbers().abs(), numbers().abs()]
-        grad, param = numbers().to(dtype), torch.zeros(RANDOM, dtype=dtype)
-        yield UpdateRow(grad, dtype, states, param, torch.rand(9, generator=generator).tolist())
+        grad, param = numbers().to(dtype), torch.zeros(RANDOM, dtype=dtype, device="cpu")
+        yield UpdateRow(grad, dtype, states, param, torch.rand(9, generator=generator, **fp32).tolist())
 
 
 def _rows_at_the_edge() -> Iterator[UpdateRow]:
     """Yield gradients g that become 0 + g * scale, and then 0 - that / eps, just below 2^-126."""
 
     def row(grad: float, scale: float, eps: float) -> UpdateRow:
-        states = [torch.zeros(4) for _ in range(4)]
+        states = [torch.zeros(4, dtype=torch.float32, device="cpu") for _ in range(4)]
+        grads = torch.tensor([grad, -grad, grad, -grad], dtype=torch.float32, device="cpu")
         constants = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, eps, scale]  # in the order of adamw.h
-        return UpdateRow(torch.tensor([grad, -grad, grad, -grad]), torch.float32, states, None, constants)
+        return UpdateRow(grads, torch.float32, states, None, constants)
 
     yield from (row(x, y, 1.0) for x, y in zip(*edge_factors(PAIRS), strict=True))
     yield row(EDGE_DIVIDEND, 1.0, EDGE_DIVISOR)

@@ -68,7 +68,7 @@ def register(device_type: str, make: Maker) -> None:
 
 
 def library_of(device: torch.device) -> KernelLibrary | None:
-    """Return the kernels of a device; None if devices of its type have none.
+    """Return the kernels of a device; None if there are no kernels for this type of device.
 
     Raises CSDUnavailableError if the compiler or the driver is missing.
     """

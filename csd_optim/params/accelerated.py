@@ -38,7 +38,8 @@ def choose(engine: Engine, by_kind: ByKind) -> dict[int, dict[str, torch.Tensor]
             numels = [j.elems for j in joining]
             param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))
             fraction = None
-            if not any(map(lacks_kernels, joining)):
+            is_near = any(j.device.type not in ("cpu", "meta") for j in joining)  # else there may be nothing to measure
+            if is_near and not any(map(lacks_kernels, joining)):
                 fraction = engine.accelerator_fraction(numels, sections, param_bytes, codec, dtype)
             chosen = engine.accelerator.choose(joining, fraction, before)
             for (_, p, part), j, is_chosen in zip(new, joining, chosen, strict=True):

@@ -78,7 +78,7 @@ class AcceleratorUpdate:
         return UpdateRow(source.grad, source.grad_dtype, self.states, param_or_none, self.constants)
 
     def start(self) -> None:
-        """Set the initial states. Other devices make theirs when they first update a parameter."""
+        """Set the initial states. Devices set initial states when they first update a parameter."""
         if codes := self.codes:
             codes.start(self.source.param)
             return
@@ -283,7 +283,7 @@ class AcceleratorUpdates:
     def _update(self, updates: Sequence[AcceleratorUpdate]) -> Iterator[None]:
         """Queue updates part by part: those of one device and rule together, in the order of `updates`.
 
-        Those with Top-K come one after another, as they share memory for what is sent of their gradients.
+        Parameters with Top-K come one after another, as they share the memory of the dense gradient.
         """
         alike: dict[tuple[torch.device, int, bool, int], list[AcceleratorUpdate]] = {}
         for u in updates:
@@ -348,7 +348,7 @@ class AcceleratorUpdates:
             torch.accelerator.synchronize(device)
 
     def complete(self) -> None:
-        """Note that the step is complete: decoded states of what it has updated are those from before it."""
+        """Note that the step is complete: decoded states of updated parameters are old."""
         for param_state in self._coded:
             if param_state.decoded and param_state.index in self._events:
                 param_state.decoded.drop([param_state.index])

@@ -215,7 +215,11 @@ class ParamAllGather:
         votes = bucket.by_rank[:, -1]
         votes[bucket.ranks.rank] = failed
         self._awaits_vote = False
-        self.finish()
+        try:
+            self.finish()
+        except BaseException:  # such as a copy that fails: the others have this rank's vote, and will not vote again
+            bucket.ranks.lost = True
+            raise
         return bool(votes.any())
 
     def finish(self) -> None:

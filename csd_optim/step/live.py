@@ -167,8 +167,8 @@ class LiveStep:
 
         `descending`: ranks exchange the last bucket first. `all_can_undo`: all ranks can undo the step even when it is
         complete; else no rank completes it before all have updated their tiles, which takes one more collective.
-        `votes_with_params`: ranks tell each other that the step is complete as they exchange parameters, which takes
-        one collective less; only if all can undo the step.
+        `votes_with_params`: the exchange of parameters also tells other ranks that the step is complete, and saves a
+        collective; only if all ranks can undo the step.
         `pushed`: given if the step is OPEN. Calls request(), raises what a step raises, and returns when all tiles are
         pushed and the parameters of images have arrived.
         """

@@ -57,7 +57,7 @@ class SparseTiles:
     def _add_others(
         self, tiles: Tiles, engine: Engine, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
     ) -> None:
-        """Add to `tiles` the waiting ones with sparse gradients on the same device, up to FIRST_TILES or BATCH_BYTES."""
+        """Add waiting tiles with sparse gradients on the same device to `tiles`, up to FIRST_TILES or BATCH_BYTES."""
         [(_, first)] = tiles.values()
         nbytes = sum(nbytes_of_part(part.topk, len(part.grad)) for part in first)
         for tile in [*self._waiting]:

@@ -164,5 +164,5 @@ KERNEL update_codes(const CodesArgs a) {
     if (kPeak) row.peak_exponent[group] = (uint8_t)peak_exponent;
     if (has_checks) row.checks[group] = check;
   }
-  if (bad) atomicAdd(a.nonfinite, (uint64_t)bad);
+  if (bad) atomicAdd((unsigned long long *)a.nonfinite, (unsigned long long)bad);
 }

@@ -302,8 +302,8 @@ bool Engine::shown_in_window(const Tile &t) const {
 void Engine::read(uint32_t tile, uint32_t sections, uint64_t elems, char *states) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
-  if (tile >= tiles_.size() || tiles_[tile].codes || sections > tiles_[tile].layout.n() ||
-      elems > tiles_[tile].elems || tiles_[tile].freed)
+  if (tile >= tiles_.size() || tiles_[tile].codes || sections > tiles_[tile].layout.n() || elems > tiles_[tile].elems ||
+      tiles_[tile].freed)
     throw Failure{CSD_EINVAL,
                   "no tile " + std::to_string(tile) + ", or it has resident codes, is smaller, or was given back"};
   wait_writes(lock);

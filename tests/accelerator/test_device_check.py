@@ -123,3 +123,39 @@ def test_a_device_is_checked_once():
 def test_kinds_of_accelerators_without_kernels():
     found = kernels_of(torch.device("xpu", 0))
     assert found == (None, (), "there are none for accelerators of type xpu")
+
+
+@pytest.mark.usefixtures("emulated_only")
+@pytest.mark.parametrize("default", ["device", "dtype"])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"topk": 0.1}], ids=str)
+def test_what_the_program_has_as_defaults(default, options):
+    """The check is the same whatever the device and the dtype of tensors are by default."""
+    param = torch.ones(300, 1000, device=DEVICE, requires_grad=True)
+    param.grad = torch.linspace(-1, 1, 300_000).view(300, 1000).to(DEVICE)
+    with emulated.processor(EmulatedProcessor):
+        torch.set_default_device(DEVICE) if default == "device" else torch.set_default_dtype(torch.float64)
+        try:
+            optimizer = CSDAdam([param], devices="gpu:", **options)
+            optimizer.step()
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+    assert optimizer.stats()["devices"][0]["kernels"] == {f"{DEVICE}:0": EXACT}
+
+
+@pytest.mark.usefixtures("emulated_only")
+def test_codes_are_checked_as_well(tmp_path):
+    """A device is refused for 8-bit states if its kernel makes other codes."""
+    change = ("own = max_of(own, from_lane_xor(own, mask))", "own = own")
+    headers = changed_headers(tmp_path, codes=change)
+
+    class Processor(EmulatedProcessor):
+        def load(self, source, defines):
+            return self.loaded(compiled(source, defines, headers))
+
+    param = torch.ones(1000, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    with emulated.processor(Processor):
+        assert kernels_of(torch.device(DEVICE, 0)).report == EXACT
+        with pytest.raises(CSDValueError, match="because the kernel makes others than the CPU"):
+            CSDAdam([param], devices="gpu:", state_dtype="8bit").step()

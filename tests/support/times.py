@@ -29,6 +29,7 @@ BUDGETS = {
     "compression": 30,
     "distributed": 290,
     "engine": 60,
+    "kernels": 15,
     "model": 15,
     "muon": 30,
     "optim": 190,

@@ -116,7 +116,7 @@ def one_nan(row, parts):
 def assert_selects(select, tiles, place=lambda t: t, *, any_nan=False):
     """Compare the rows and the residuals of a selection of `tiles` with what they ought to be.
 
-    `place`: puts a tensor where the selection finds it. `any_nan`: any nan may be sent for another one.
+    `place`: puts a tensor where the selection finds it. `any_nan`: a nan may be sent as a nan with other bits.
     """
     with np.errstate(all="ignore"):
         rows = {tile: row_of(elems, parts) for tile, (elems, parts) in tiles.items()}

@@ -19,6 +19,7 @@ from ...kernels.codes import RATIOS
 from ...kernels.update import UpdateRow
 from ...rates import Rates
 from ...store.sections import FP32
+from .codes_check import objection_to_codes
 from .engine_rate import ADAMW_STEP
 from .updaters import AcceleratorUpdater
 
@@ -48,8 +49,12 @@ def lacks_kernels(joining: Joining) -> str:
         return ""
     if joining.codec not in (FP32, *RATIOS):
         return f"no kernel updates codes of kind {joining.codec} there"
-    kernels = device_check.kernels_of(joining.device)
-    return "" if kernels.library else f"{joining.device} has no kernels, because {kernels.report}"
+    if joining.codec != FP32:
+        objection = objection_to_codes(joining.device)
+    else:
+        kernels = device_check.kernels_of(joining.device)
+        objection = "" if kernels.library else kernels.report
+    return f"{joining.device} has no kernels, because {objection}" if objection else ""
 
 
 class OnAccelerator:

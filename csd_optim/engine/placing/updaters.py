@@ -25,7 +25,8 @@ class AcceleratorUpdater:
         kernels = device_check.kernels_of(device)
         if kernels.library is None:
             raise CSDUnavailableError(errno.ENOTSUP, f"{device} has no kernels, because {kernels.report}")
-        self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)  # how many gradients were inf or nan
+        # How many gradients were inf or nan.
+        self.nonfinite: torch.Tensor = torch.zeros((), dtype=torch.int64, device=device)
         self._library, self._defines = kernels.library, kernels.defines
         for rule in rules:
             self._library.module(SOURCE, (*RULE_DEFINES[rule], *self._defines))
