@@ -8,12 +8,13 @@ Each part is a process of its own and prints one line of JSON, {"part": ..., "se
 next part runs. A part ends when the time is up.
 
     environment  what is here
+    checks       what the checks of a device at its first use find: kernels for updates, for 8-bit codes, for Top-K
     exact        do the kernels have the CPU's bits, also where processors flush subnormal numbers differently?
     rates        kernels, and torch's fused AdamW, with a copy on the device; steps on `gpu:`
     topk         selection and feedback, with a copy and torch.topk
     staging      steps on `ram:` with parameters on the device and on the host, by the number of staging buffers
     nccl         one rank: DDP and FSDP2 train the same as without them
-    sanitizer    compute-sanitizer on `exact`, if it is installed
+    sanitizer    compute-sanitizer on `checks`, if it is installed
     overlap      bench.overlap by the size of tiles, and where backward=True spends its time
     tests        tests of kernels and of the order of accesses (tests/accelerator/)
 """
@@ -49,6 +50,8 @@ from bench.accelerator import by_turns, optimizer_on, selection_rows
 from csd_optim import CSDAdam, CSDUnavailableError, bindings
 from csd_optim.accelerator import accelerator_type
 from csd_optim.bindings import RULES, lib
+from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.engine.placing.codes_check import objection_to_codes
 from csd_optim.engine.placing.engine_rate import ADAMW_STEP
 from csd_optim.kernels.device_check import RULE, WAYS, kernels_of
 from csd_optim.kernels.library import KernelLibrary, library_of
@@ -58,7 +61,7 @@ from csd_optim.step import staging as ring
 
 Row = dict[str, Any]
 LEAST_SECONDS = 15  # no part begins with less
-SANITIZER_SECONDS = 150  # for each of its tools
+SANITIZER_SECONDS = 60  # for each of its tools
 BF16 = torch.bfloat16
 UPDATE_BYTES = 28  # per parameter: gradient and parameter in bf16, three states read and written
 GOALS = {"kernels": 0.67, "selection": 0.27, "ram:": 0.85}  # of a copy on the device; of host parameters
@@ -116,6 +119,11 @@ def environment(how: argparse.Namespace) -> Row:
         answer = subprocess.run(["nvidia-smi", asked, "--format=csv,noheader"], capture_output=True, text=True)
         facts["driver"] = answer.stdout.strip()
     return facts
+
+
+def checks(how: argparse.Namespace) -> Row:
+    report = kernels_of(how.device).report
+    return {"update": report, "codes": objection_to_codes(how.device) or "same", "topk": bool(kernels_for(how.device))}
 
 
 # ---- bits --------------------------------------------------------------------------------------
@@ -322,7 +330,7 @@ def sanitizer(how: argparse.Namespace) -> Row:
         return {"skipped": "compute-sanitizer is not installed"}
     found = {}
     for kind in ("memcheck", "racecheck"):
-        command = [tool, "--tool", kind, "--error-exitcode", "9", *this_program("exact", how), "--values", "1"]
+        command = [tool, "--tool", kind, "--error-exitcode", "9", *this_program("checks", how)]
         found[kind] = attempt(lambda c=command: said_by(c, SANITIZER_SECONDS))
     return found
 
@@ -382,6 +390,7 @@ def timed_method(function: Callable[..., Any], entry: list[float]) -> Callable[.
 
 PARTS: dict[str, Callable[[argparse.Namespace], Row]] = {
     "environment": environment,
+    "checks": checks,
     "exact": exact,
     "rates": rates,
     "topk": topk,

@@ -36,7 +36,7 @@ def kernels_for(device: torch.device) -> KernelLibrary | None:
         if library not in _objections:
             _objections[library] = objection = _objection(library)
             if objection:
-                log.info("Top-K on %s: entries are selected on the host, because %s", device, objection)
+                log.warning("Top-K on %s: entries are selected on the host, because %s", device, objection)
         return None if _objections[library] else library
 
 

@@ -50,8 +50,9 @@ def kernels_of(device: torch.device) -> DeviceKernels:
     with _lock:
         library = _library_or_why(device)
         if library not in _found:
-            _found[library] = _check(library)
-            log.info("kernels on %s: %s", device, _found[library].report)
+            _found[library] = found = _check(library)
+            is_rejected = isinstance(library, KernelLibrary) and found.library is None
+            log.log(logging.WARNING if is_rejected else logging.INFO, "kernels on %s: %s", device, found.report)
         return _found[library]
 
 

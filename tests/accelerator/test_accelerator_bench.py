@@ -62,12 +62,13 @@ def test_all_results_are_in_one_archive(tmp_path):
 @pytest.mark.ci
 def test_questions_for_a_gpu():
     """Parts that need no GPU answer on the emulated accelerator, each in a process of its own."""
-    asked = ["environment", "exact", "rates", "topk", "staging", "nccl"]
+    asked = ["environment", "checks", "exact", "rates", "topk", "staging", "nccl"]
     options = ["--emulated", "--params=5e4", "--values=1", f"--only={','.join(asked)}"]
     command = [sys.executable, "-m", "bench.gpu_questions", *options]
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
     rows = {row["part"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert (done.returncode, [*rows]) == (0, asked), done.stdout + done.stderr
+    assert rows["checks"].items() >= {"update": "exact", "codes": "same", "topk": True}.items()
     assert rows["exact"]["report"] == "exact"
     for way in WAYS:
         assert rows["exact"][way]["tensors that differ"] == {}
