@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..bindings import DTYPE_CODES, RULE_ROWS, RULES
+from ..bindings import RULE_ROWS, RULES
 from .library import KernelLibrary
-from .sources import constant, layouts
-from .update import RULE_DEFINES
+from .sources import layouts
+from .update import RULE_DEFINES, arguments
 
 CODES_SOURCE = "codes.h"
 CHECKED = 64  # elements for each checksum: kGroup of codec.h
@@ -51,29 +51,12 @@ def launch_codes(
     library: KernelLibrary, rule: int, rows: Sequence[CodesRow], nonfinite: torch.Tensor, defines: Sequence[str]
 ) -> None:
     """Queue one step of a rule in one launch, for at most kCodesRows parameters. See launch_update()."""
-    args, blocks = _arguments(rule, rows, nonfinite)
-    library.launch(CODES_SOURCE, "update_codes", (*CODES_DEFINES[rule], *defines), args, blocks)
-
-
-def _arguments(rule: int, rows: Sequence[CodesRow], nonfinite: torch.Tensor) -> tuple[Any, int]:
-    """Return the arguments of a launch and its number of blocks."""
-    ffi, block_elems = layouts(), constant("kBlockElems")
-    args = ffi.new("CodesArgs *")
-    args.rows = len(rows)
-    args.nonfinite = ffi.cast("uint64_t *", nonfinite.data_ptr())
-    blocks = 0
+    args, blocks = arguments("CodesArgs", rule, rows, nonfinite)
     for row, to in zip(rows, args.row, strict=False):
-        to.n = row.grad.numel()
-        to.grad = ffi.cast("void *", row.grad.data_ptr())
-        to.param = ffi.cast("void *", row.param.data_ptr())
+        to.key = row.key
         for name, section in row.sections.items():
-            setattr(to, FIELDS[name], ffi.cast("void *", section.data_ptr()))
-        to.hyper = {"rule": rule, "c": list(row.constants)}
-        to.key, to.first = row.key, blocks
-        to.grad_dtype, to.link_dtype = DTYPE_CODES[row.grad.dtype], DTYPE_CODES[row.link_dtype]
-        to.param_dtype = DTYPE_CODES[row.param.dtype]
-        blocks += -(-to.n // block_elems)
-    return args, blocks
+            setattr(to, FIELDS[name], layouts().cast("void *", section.data_ptr()))
+    library.launch(CODES_SOURCE, "update_codes", (*CODES_DEFINES[rule], *defines), args, blocks)
 
 
 def checks_of(params: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -31,12 +31,20 @@ class UpdateRow(NamedTuple):
     constants: Sequence[float]  # as in csd_hyper
 
 
-class HasGradient(Protocol):
+class AnyRow(Protocol):
+    """What rows of all kernels have: see UpdateRow."""
+
     @property
     def grad(self) -> torch.Tensor: ...
+    @property
+    def link_dtype(self) -> torch.dtype: ...
+    @property
+    def param(self) -> torch.Tensor | None: ...
+    @property
+    def constants(self) -> Sequence[float]: ...
 
 
-Row = TypeVar("Row", bound=HasGradient)
+Row = TypeVar("Row", bound=AnyRow)
 
 
 def in_launches(rows: Sequence[Row], name: str = "kRows") -> Iterator[Sequence[Row]]:
@@ -62,21 +70,22 @@ def launch_update(
     `nonfinite`: an int64 on the device, to which the number of gradients is added that are inf or nan. `defines`: how
     the kernels treat subnormal numbers as zero (device_check.py).
     """
-    args, blocks = _arguments(rule, rows, nonfinite)
+    args, blocks = arguments("UpdateArgs", rule, rows, nonfinite)
+    for row, to in zip(rows, args.row, strict=False):
+        to.state = [layouts().cast("float *", state.data_ptr()) for state in row.states]
     library.launch(SOURCE, "update", (*RULE_DEFINES[rule], *defines), args, blocks)
 
 
-def _arguments(rule: int, rows: Sequence[UpdateRow], nonfinite: torch.Tensor) -> tuple[Any, int]:
-    """Return the arguments of a launch and its number of blocks."""
+def arguments(struct: str, rule: int, rows: Sequence[Row], nonfinite: torch.Tensor) -> tuple[Any, int]:
+    """Return the arguments of a launch, with the fields that rows of all kernels have, and its number of blocks."""
     ffi, block_elems = layouts(), constant("kBlockElems")
-    args = ffi.new("UpdateArgs *")
+    args = ffi.new(f"{struct} *")
     args.rows = len(rows)
     args.nonfinite = ffi.cast("uint64_t *", nonfinite.data_ptr())
     blocks = 0
     for row, to in zip(rows, args.row, strict=False):
         to.n = row.grad.numel()
         to.grad = ffi.cast("void *", row.grad.data_ptr())
-        to.state = [ffi.cast("float *", state.data_ptr()) for state in row.states]
         to.param = ffi.NULL if row.param is None else ffi.cast("void *", row.param.data_ptr())
         to.hyper = {"rule": rule, "c": list(row.constants)}
         to.first = blocks
