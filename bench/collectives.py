@@ -111,7 +111,13 @@ class Delay:
 
     def __init__(self) -> None:
         self.seconds, self.count = 0.0, 0
-        gather = Ranks.gather
+        gather, exchange = Ranks.gather, Ranks.exchange
+
+        def delayed_exchange(ranks: Ranks, rows: torch.Tensor) -> list[Any]:
+            self.count += threading.current_thread() is threading.main_thread()
+            out = exchange(ranks, rows)
+            time.sleep(self.seconds)
+            return out
 
         def delayed(ranks: Ranks, *values: float, dtype: torch.dtype = torch.int64) -> list[tuple[Any, ...]]:
             self.count += threading.current_thread() is threading.main_thread()
@@ -119,7 +125,7 @@ class Delay:
             time.sleep(self.seconds)
             return out
 
-        Ranks.gather = delayed  # type: ignore[method-assign]
+        Ranks.gather, Ranks.exchange = delayed, delayed_exchange  # type: ignore[method-assign]
 
 
 def run(rank: int, meeting: Path, arguments: argparse.Namespace) -> Row:
