@@ -30,7 +30,7 @@ import torch
 from bench.step import machine_facts, say, span, timed
 from csd_optim import CSDAdam, bindings
 from csd_optim.accelerator import accelerator_type
-from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_check import topk_kernels_of
 from csd_optim.compression.kernel_selection import KernelSelection
 from csd_optim.compression.selection import HostSelection, Part, Tiles, TopK
 
@@ -131,7 +131,7 @@ def link_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
 
 
 def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
-    tile, rows, library = arguments.tile, list[Row](), kernels_for(device)
+    tile, rows, library = arguments.tile, list[Row](), topk_kernels_of(device)
     selected = min(SELECTED, max(8, arguments.params // tile))
     n = selected * tile
 

@@ -50,7 +50,7 @@ from bench.accelerator import by_turns, optimizer_on, selection_rows
 from csd_optim import CSDAdam, CSDUnavailableError, bindings
 from csd_optim.accelerator import accelerator_type
 from csd_optim.bindings import RULES, lib
-from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_check import topk_kernels_of
 from csd_optim.engine.placing.codes_check import objection_to_codes
 from csd_optim.engine.placing.engine_rate import ADAMW_STEP
 from csd_optim.kernels.device_check import RULE, WAYS, kernels_of
@@ -123,7 +123,11 @@ def environment(how: argparse.Namespace) -> Row:
 
 def checks(how: argparse.Namespace) -> Row:
     report = kernels_of(how.device).report
-    return {"update": report, "codes": objection_to_codes(how.device) or "same", "topk": bool(kernels_for(how.device))}
+    return {
+        "update": report,
+        "codes": objection_to_codes(how.device) or "same",
+        "topk": bool(topk_kernels_of(how.device)),
+    }
 
 
 # ---- bits --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernel_check import kernels_for
+from .kernel_check import topk_kernels_of
 from .kernel_selection import BATCH_BYTES, KernelSelection, nbytes_of_part
 from .selection import HostSelection, Part, Tiles, TopK
 
@@ -29,7 +29,7 @@ class DenseTopK:
 
         `grad`: 1-D, on the parameter's device. Queued on the current stream; without kernels the host waits.
         """
-        library = kernels_for(grad.device)
+        library = topk_kernels_of(grad.device)
         for _, batch in self.batches():
             tiles: Tiles = {first: (n, [self._part(grad, first, n)]) for first, n in batch}
             selection: HostSelection | KernelSelection
@@ -62,7 +62,7 @@ def sent_buffer(parameters: Sequence[DenseTopK], device: torch.device) -> torch.
     Also compiles the kernels, and has the allocator keep room for the largest selection, so that a step does not run
     out of memory in the midst of it.
     """
-    if parameters and kernels_for(device):
+    if parameters and topk_kernels_of(device):
         nbytes = max(nbytes for dense in parameters for nbytes, _ in dense.batches())
         torch.empty(nbytes, dtype=torch.uint8, device=device)
     numels = [sum(n for _, n in dense.parts) for dense in parameters]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ..bindings import DTYPE_CODES, ELEMS_PER_BLOCK
-from ..errors import CSDUnavailableError
 from ..kernels import device_check
 from ..kernels.library import KernelLibrary
 from .kernel_selection import KernelSelection
 from .selection import HostSelection, Part, TopK
 
-log: logging.Logger = logging.getLogger("csd_optim")
-
 NUMBERS = 2000  # per part, normal ones and as many with random bits
 
-_objections: WeakKeyDictionary[KernelLibrary, str] = WeakKeyDictionary()  # why it is not used; "": it is
-_lock = threading.Lock()
 
-
-def kernels_for(device: torch.device) -> KernelLibrary | None:
+def topk_kernels_of(device: torch.device) -> KernelLibrary | None:
     """Return the kernels of a device; None if gradients on it are selected on the host.
 
     Waits for the device at its first use, when the kernels are compiled and tried.
@@ -32,12 +23,7 @@ def kernels_for(device: torch.device) -> KernelLibrary | None:
     library = None if device.type == "cpu" else device_check.kernels_of(device).library
     if library is None:
         return None
-    with _lock:
-        if library not in _objections:
-            _objections[library] = objection = _objection(library)
-            if objection:
-                log.warning("Top-K on %s: entries are selected on the host, because %s", device, objection)
-        return None if _objections[library] else library
+    return None if library.objection("Top-K", lambda: _objection(library)) else library
 
 
 def _objection(library: KernelLibrary) -> str:
@@ -48,12 +34,9 @@ def _objection(library: KernelLibrary) -> str:
     ours = [replace(part, grad=part.grad.to(library.device)) for part in expected]
     for part, other in zip(ours, expected, strict=True):
         part.residual = None if other.residual is None else other.residual.to(library.device)
-    try:
-        by_kernels = KernelSelection(library, {0: (ELEMS_PER_BLOCK, ours)})
-        by_kernels.spread(ours_spread)
-        by_kernels.feed_back()
-    except CSDUnavailableError as e:
-        return str(e.strerror)
+    by_kernels = KernelSelection(library, {0: (ELEMS_PER_BLOCK, ours)})
+    by_kernels.spread(ours_spread)
+    by_kernels.feed_back()
     by_engine = HostSelection({0: (ELEMS_PER_BLOCK, expected)})
     by_engine.spread(spread)
     by_engine.feed_back()

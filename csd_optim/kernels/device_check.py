@@ -19,7 +19,7 @@ from .. import bindings
 from ..bindings import DTYPE_CODES, HYPER, RULES
 from ..errors import CSDUnavailableError
 from .edge import EDGE_DIVIDEND, EDGE_DIVISOR, edge_factors
-from .library import KernelLibrary, library_of
+from .library import KernelLibrary, library_of, reason
 from .sources import KEEPS_SUBNORMALS
 from .update import UpdateRow, launch_update
 
@@ -60,11 +60,7 @@ def _library_or_why(device: torch.device) -> KernelLibrary | str:
     try:
         return library_of(device) or f"there are none for accelerators of type {device.type}"
     except CSDUnavailableError as e:
-        return _reason(e)
-
-
-def _reason(error: CSDUnavailableError) -> str:
-    return str(error.strerror)[:300]  # a compiler may have much to say
+        return reason(e)
 
 
 def _check(library: KernelLibrary | str) -> DeviceKernels:
@@ -76,7 +72,7 @@ def _check(library: KernelLibrary | str) -> DeviceKernels:
             if _differing(library, defines, rows) == 0:
                 return DeviceKernels(library, defines, report)
     except CSDUnavailableError as e:
-        return DeviceKernels(None, (), _reason(e))
+        return DeviceKernels(None, (), reason(e))
     return DeviceKernels(None, (), "the device rounds otherwise than the CPU")
 
 

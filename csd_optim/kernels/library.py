@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from ..errors import CSDUnavailableError
 from .driver import Gpu
+
+log: logging.Logger = logging.getLogger("csd_optim")
 
 
 class Processor(Protocol):
@@ -30,6 +34,8 @@ class KernelLibrary:
         self._processor = processor
         self._lock = threading.Lock()
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._checking = threading.Lock()
+        self._objections: dict[str, str] = {}  # by the purpose of kernels: why these cannot be used; "": they can
 
     def launch(self, source: str, kernel: str, defines: Sequence[str], args: Any, blocks: int) -> None:
         """Launch a kernel on the device's current stream. Allocates nothing on the device and waits for nothing.
@@ -50,6 +56,26 @@ class KernelLibrary:
             if key not in self._modules:
                 self._modules[key] = self._processor.load(*key)
             return self._modules[key]
+
+    def objection(self, purpose: str, check: Callable[[], str]) -> str:
+        """Return why the kernels for a purpose cannot be used; "" if they can.
+
+        `check` finds this out, at the first call, and may raise CSDUnavailableError. An objection is logged.
+        """
+        with self._checking:
+            if purpose not in self._objections:
+                try:
+                    found = check()
+                except CSDUnavailableError as e:
+                    found = reason(e)
+                self._objections[purpose] = found
+                if found:
+                    log.warning("the kernels for %s on %s cannot be used: %s", purpose, self.device, found)
+            return self._objections[purpose]
+
+
+def reason(error: CSDUnavailableError) -> str:
+    return str(error.strerror)[:300]  # a compiler may have much to say
 
 
 Maker = Callable[[torch.device], KernelLibrary]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..compression.kernel_check import kernels_for
+from ..compression.kernel_check import topk_kernels_of
 from ..compression.kernel_selection import BATCH_BYTES, KernelSelection, nbytes_of_part
 from ..compression.selection import HostSelection, Part, Tiles
 from ..engine.engine import Engine
@@ -42,7 +42,7 @@ class SparseTiles:
         if tile not in self._selected and (parts := _parts_of(engine, tile, sources, streams)):
             tiles = {tile: (engine.tiles.elems_of(tile), parts)}
             devices = {part.grad.device for part in parts}
-            library = kernels_for(parts[0].grad.device) if len(devices) == 1 else None
+            library = topk_kernels_of(parts[0].grad.device) if len(devices) == 1 else None
             selection: HostSelection | KernelSelection
             if library is None:
                 selection = HostSelection(tiles)

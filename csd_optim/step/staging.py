@@ -22,7 +22,7 @@ import torch
 
 from ..accelerator import has_completed, is_on_accelerator, on, pause, record_event, wait_for
 from ..bindings import Push, threads_used
-from ..compression.kernel_check import kernels_for
+from ..compression.kernel_check import topk_kernels_of
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .sparse import SparseTiles
@@ -124,7 +124,7 @@ class StagingRing:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
         for device in {s.grad.device for s in sources.values() if s.topk}:
-            kernels_for(device)  # compiled and checked here, where nothing has changed yet
+            topk_kernels_of(device)  # compiled and checked here, where nothing has changed yet
         for device in self._accelerators:  # wait until gradients are ready, and the old parameters were read
             self.wait_for_current(device)
 

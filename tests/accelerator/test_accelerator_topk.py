@@ -7,7 +7,7 @@ from support.comparing import assert_same
 from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
 
 from csd_optim import CSDAdam
-from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_check import topk_kernels_of
 from csd_optim.step import sparse
 
 pytestmark = pytest.mark.accelerator
@@ -69,7 +69,7 @@ def test_tiles_that_are_not_selected_at_once(monkeypatch):
     """If there are more than fit into memory. The last tiles have more than one parameter."""
     kwargs = {"shapes": [(30 * TILE + 3,), (7,), (64, 65), (9 * TILE,)], "topk": 0.1}
     expected = train_topk(["file:"] * 3, lambda i: "cpu", **kwargs)
-    library = kernels_for(torch.device(DEVICE, 0))
+    library = topk_kernels_of(torch.device(DEVICE, 0))
     before = library.launches
     assert_same(train_topk(["file:"] * 3, lambda i: DEVICE, **kwargs), expected)
     at_once = library.launches - before

@@ -11,7 +11,7 @@ from support.on_accelerator import DEVICE
 from torch import nn
 
 from csd_optim import CSDAdam, accelerator
-from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_check import topk_kernels_of
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("emulated_only")]
 
@@ -43,7 +43,7 @@ def test_a_dense_tile(devices, dtype):
 @pytest.mark.parametrize("topk", [0.01, 0.3])
 def test_a_tile_with_topk(devices, topk):
     """It costs what a dense one does: 16 tiles are selected by five launches, all others of the step by five more."""
-    library = kernels_for(torch.device(DEVICE, 0))
+    library = topk_kernels_of(torch.device(DEVICE, 0))
     before = library.launches
     launches, waits = per_tile(devices, topk=topk)
     assert library.launches - before == 3 * 2 * (5 + 1)
@@ -55,7 +55,7 @@ def test_a_tile_with_topk(devices, topk):
 def test_tiles_that_are_no_rows(schedule):
     """Tiles of several parameters take no more launches, and the host does not wait for them either."""
     params = [torch.randn(100, TILE // 100 + 20).to(DEVICE).requires_grad_() for _ in range(40)]
-    library = kernels_for(torch.device(DEVICE, 0))
+    library = topk_kernels_of(torch.device(DEVICE, 0))
     with CSDAdam([{"params": params, "topk": 0.01}], devices="ram:", tile_size=TILE) as optimizer:
         for _ in range(2):
             for p in params:

@@ -17,7 +17,7 @@ from support.replacing import class_with
 
 from csd_optim import CSDMemoryError, CSDMuon, CSDOSError, CSDTornError, CSDValueError
 from csd_optim.compression import dense
-from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_check import topk_kernels_of
 from csd_optim.compression.kernel_selection import nbytes_of_part
 from csd_optim.compression.selection import TopK
 from csd_optim.engine.accelerator_codes import checks_of
@@ -350,7 +350,7 @@ def train_dense(device, devices, shape):
 
 def test_topk_that_the_host_selects(monkeypatch):
     """Where the kernels of Top-K cannot be used, and those of the rules can."""
-    monkeypatch.setattr(dense, "kernels_for", lambda device: None)
+    monkeypatch.setattr(dense, "topk_kernels_of", lambda device: None)
     shape = 3, 2 * TILE + 1
     assert same(train_dense(DEVICE, ["gpu:"], shape), train_dense("cpu", ["ram:"], shape))
 
@@ -358,7 +358,7 @@ def test_topk_that_the_host_selects(monkeypatch):
 def test_parts_that_are_not_selected_at_once(monkeypatch):
     """If there are more than fit into memory. Each selection takes five launches, and two for what becomes of it."""
     shape, parts = (6, TILE), 6
-    expected, library = train_dense("cpu", ["ram:"], shape), kernels_for(torch.device(DEVICE, 0))
+    expected, library = train_dense("cpu", ["ram:"], shape), topk_kernels_of(torch.device(DEVICE, 0))
     launches = []
     for at_once in (parts, 2, 1):
         nbytes = at_once * nbytes_of_part(TopK(0.05, torch.bfloat16, None, 1.0, 1), TILE)

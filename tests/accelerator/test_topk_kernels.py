@@ -16,7 +16,7 @@ from support.on_accelerator import DEVICE, DTYPES
 from support.topk_oracle import assert_selects, assert_spreads, part
 
 from csd_optim import CSDUnavailableError
-from csd_optim.compression.kernel_check import kernels_for
+from csd_optim.compression.kernel_check import topk_kernels_of
 from csd_optim.compression.kernel_selection import CHUNK, DEFINES, SOURCE, KernelSelection, nbytes_of_part
 from csd_optim.kernels import device_check
 from csd_optim.kernels.device_check import DeviceKernels
@@ -42,7 +42,7 @@ def on_device(device=DEVICE, shift=0):
 
 
 def selection_of(library=None):
-    library = library or kernels_for(torch.device(DEVICE, 0))
+    library = library or topk_kernels_of(torch.device(DEVICE, 0))
     return lambda tiles: KernelSelection(library, tiles)
 
 
@@ -124,7 +124,7 @@ def test_ten_million_values():
 
 def test_five_launches_and_one():
     """However many tiles and parts there are. The host waits for none of them."""
-    library = kernels_for(torch.device(DEVICE, 0))
+    library = topk_kernels_of(torch.device(DEVICE, 0))
     for tiles, parts in ((1, 1), (1, 50), (30, 3)):
         some = [
             part(torch.randn(20), torch.float16, 0.1, torch.randn(20).bfloat16(), tile_first=20 * i)
@@ -152,11 +152,11 @@ def test_kernels_that_are_not_used(how, tmp_path, caplog, monkeypatch):
         library = KernelLibrary(library.device, CompilesNothing())
     monkeypatch.setattr(device_check, "kernels_of", lambda device: DeviceKernels(library, (), "exact"))
     with caplog.at_level("INFO", "csd_optim"):
-        assert kernels_for(library.device) is None
-        assert kernels_for(library.device) is None  # and it is tried once
+        assert topk_kernels_of(library.device) is None
+        assert topk_kernels_of(library.device) is None  # and it is tried once
     why = {"mutant": "the kernels select others", "no program": "topk.h cannot be compiled"}[how]
     found = [record.getMessage() for record in caplog.records]
-    assert found == [f"Top-K on emu:0: entries are selected on the host, because {why}"]
+    assert found == [f"the kernels for Top-K on emu:0 cannot be used: {why}"]
 
 
 def test_no_memory_per_element():

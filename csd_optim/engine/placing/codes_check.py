@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from ...bindings import DTYPE_CODES, HYPER, RULES, encode, update_codes
-from ...errors import CSDUnavailableError
 from ...kernels import device_check
 from ...kernels.codes import CodesRow, checks_of, launch_codes
 from ...kernels.library import KernelLibrary
 from ...store.sections import CHECKS, GROUP, SECTIONS, section_sizes
 
-log: logging.Logger = logging.getLogger("csd_optim")
-
 RULE, CODEC, KEY = "amsgrad", "8bit", 0x9E3779B9  # a rule with sections of every kind
 NUMBERS = 5000  # more elements than a block has, and no whole groups
-_objections: WeakKeyDictionary[KernelLibrary, str] = WeakKeyDictionary()  # why it is not used; "": it is
-_lock = threading.Lock()
 
 
 def objection_to_codes(device: torch.device) -> str:
@@ -30,19 +22,12 @@ def objection_to_codes(device: torch.device) -> str:
     kernels = device_check.kernels_of(device)
     if kernels.library is None:
         return kernels.report
-    with _lock:
-        if kernels.library not in _objections:
-            _objections[kernels.library] = objection = _objection(kernels.library, kernels.defines)
-            if objection:
-                log.warning("8-bit states on %s cannot be used: %s", device, objection)
-        return _objections[kernels.library]
+    library, defines = kernels.library, kernels.defines
+    return library.objection("8-bit states", lambda: _objection(library, defines))
 
 
 def _objection(library: KernelLibrary, defines: tuple[str, ...]) -> str:
-    try:
-        same = all(_is_same(library, defines, dtype, alone=alone) for dtype in DTYPE_CODES for alone in (True, False))
-    except CSDUnavailableError as e:
-        return str(e.strerror)
+    same = all(_is_same(library, defines, dtype, alone=alone) for dtype in DTYPE_CODES for alone in (True, False))
     return "" if same else "the kernel makes others than the CPU"
 
 
