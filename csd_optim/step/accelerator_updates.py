@@ -294,7 +294,7 @@ class AcceleratorUpdates:
             updater = self._updaters[device]
             queued = updater.queue_codes(rule, rows) if is_coded else updater.queue(rule, rows)
             for complete in queued:
-                event = record_event(torch.accelerator.current_stream(device)) if complete else None
+                event = record_event(torch.accelerator.current_stream(device))
                 for u, row in itertools.islice(left, complete):
                     self.params += row.grad.numel()
                     self._events[u.index] = event

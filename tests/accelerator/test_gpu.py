@@ -417,8 +417,19 @@ def test_auto_without_kernels(caplog, no_kernels):
     """Nothing is placed on the accelerator, and the statistics say why."""
     with caplog.at_level("INFO", "csd_optim"):
         _, stats = placed("gpu:?room=1GB&update=1M/s&link=1GB/s", "file:?mixed=1GB/s", n=8)
-    assert [d["limited_by"] for d in stats["placement"]["devices"]] == ["no kernels", "speed"]
-    assert "auto: gpu:?room=1GB&update=1M/s&link=1GB/s has nothing, as it has no kernels" in caplog.text
+    assert [d["limited_by"] for d in stats["placement"]["devices"]] == ["no parameters", "speed"]
+    assert "auto: gpu:?room=1GB&update=1M/s&link=1GB/s has nothing: no parameter is on an accelerator" in caplog.text
+
+
+@one_schedule
+def test_auto_with_parameters_on_the_cpu(no_kernels):
+    """An accelerator that no parameter is on is not measured: it may have no kernels to be measured."""
+    params = [torch.ones(TILE).requires_grad_() for _ in range(4)]
+    optimizer = CSDAdam(params, devices=["auto", "gpu:?room=1GB", "file:?mixed=1GB/s"])
+    set_grads(params, 0)
+    optimizer.step()
+    placement = optimizer.stats()["placement"]["devices"]
+    assert [(d["params"], d["limited_by"]) for d in placement] == [(0, "no parameters"), (4 * TILE, "speed")]
 
 
 @one_schedule

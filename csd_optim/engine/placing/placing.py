@@ -25,7 +25,7 @@ from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-NO_KERNELS = "no kernels"  # `limited_by` of an accelerator that gets nothing because it cannot update
+NO_PARAMETERS = "no parameters"  # `limited_by` of an accelerator that can update no parameter
 
 PARTS = 4096  # number of equal parts of states, to choose shares before tiles are known
 
@@ -223,7 +223,7 @@ class Placement:
         content drives need not read. `devices`: one dict for each, with `params`; `share`, the fraction of all
         parameters; `seconds`, the time that the device itself is busy; `params_per_second`, None if as fast as the
         host; `limited_by`: the device's "room" or "speed", or the "host" or "link", for which the device waits. An
-        accelerator is limited by "8bit" if states are codes, and it has no kernels for these. Beside named
+        accelerator is limited by "no parameters" if it can update none. Beside named
         directories, `params` of a device excludes the parameters that the accelerator updates, and `seconds` includes
         the time to write their states.
         """
@@ -258,7 +258,13 @@ class Placement:
             about |= {"params_per_second": 1 / self._accelerated.seconds, "limited_by": "room" if self._is_full else ""}
             devices.insert(0, {"device": str(self.accelerator.spec), **about})
         elif self.accelerator:
-            nothing = {"params": 0, "share": 0.0, "seconds": 0.0, "params_per_second": None, "limited_by": NO_KERNELS}
+            nothing = {
+                "params": 0,
+                "share": 0.0,
+                "seconds": 0.0,
+                "params_per_second": None,
+                "limited_by": NO_PARAMETERS,
+            }
             devices.insert(0, {"device": str(self.accelerator.spec), **nothing})
         seconds = max([host, link, *(d["seconds"] for d in devices)])
         shared = "link" if link > host else "host"
@@ -273,8 +279,8 @@ class Placement:
         """Log the choice: see describe()."""
         found = self.describe()
         for d in found["devices"]:
-            if d["limited_by"] == NO_KERNELS:
-                log.info("auto: %s has nothing, as it has no kernels", d["device"])
+            if d["limited_by"] == NO_PARAMETERS:
+                log.info("auto: %s has nothing: no parameter is on an accelerator with kernels for it", d["device"])
                 continue
             rate = (
                 f"{d['params_per_second'] / 1e6:.0f} M parameters/s" if d["params_per_second"] else "as fast as the CPU"
