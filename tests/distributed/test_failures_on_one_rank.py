@@ -12,13 +12,14 @@ from support.ranks import on_living_ranks
 from support.replacing import failing, raised_by, replaced
 from support.twins import blocking, now, training_on
 
-from csd_optim import CSDOSError, CSDTornError
+from csd_optim import CSDAdam, CSDOSError, CSDTornError
 from csd_optim.bindings import Native
 from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.overlap.backward_run import TakenGradient
 from csd_optim.overlap.lent import LentGradients
+from csd_optim.step import all_gather
 from csd_optim.step.all_gather import ParamAllGather
 from csd_optim.step.steps import Steps
 from csd_optim.step.travel import Travel
@@ -232,3 +233,39 @@ def has_residuals(rank):
 @pytest.mark.here("residuals are in no store")
 def test_what_cannot_be_undone_is_torn_on_all(tmp_path):
     on_living_ranks(2, has_residuals, directory=tmp_path)
+
+
+# ---- parameters that cannot be received ------------------------------------------------------------
+
+
+def cannot_receive(rank):
+    """Rank 1 fails once the others have its vote for the step. Returns why each step fails."""
+    params = [torch.ones(100, 50).requires_grad_() for _ in range(3)]
+    optimizer, why, copies = CSDAdam(params, devices="file:"), [], 0
+
+    def copy(real, pairs):
+        nonlocal copies
+        copies += 1
+        if rank == 1 and len(why) == 2 and copies == 2:  # the first copy fills the bucket that is sent
+            raise RuntimeError("the copy failed")
+        real(pairs)
+
+    for k in range(4):
+        for p in params:
+            p.grad = torch.full_like(p, k + 1.0)
+        copies = 0
+        with replaced(all_gather, "_copy", copy):
+            try:
+                optimizer.step()
+                why.append(None)
+            except RuntimeError as e:
+                why.append(str(e))
+    return why
+
+
+def test_a_rank_that_fails_after_its_vote(tmp_path):
+    """It makes no collective that the other does not; the next step raises on both."""
+    whole, failed = on_living_ranks(2, cannot_receive, directory=tmp_path)
+    assert whole[:3] == [None] * 3
+    assert failed[:3] == [None, None, "the copy failed"]
+    assert whole[3] == failed[3] == "ranks have taken different numbers of steps: [2, 3]. Resume from the store"
